@@ -464,6 +464,11 @@ def is_elementwise(func: Any) -> bool:
     return torch.Tag.pointwise in getattr(func, "tags", ())
 
 
+def is_reduction(func: Any) -> bool:
+    """Whether an operator sums up, or the like, elements of its argument."""
+    return torch.Tag.reduction in getattr(func, "tags", ())
+
+
 def clear_blas_workspaces() -> None:
     """Free the workspaces that cuBLAS keeps; the next matrix product makes a new one.
 

@@ -33,6 +33,17 @@ WHEEL_CUDNN = _WHEEL_CUDNN.get(TORCH_VERSION[1], max(_WHEEL_CUDNN.values()))
 DEFAULT_SDP_ORDER = (1, 2, 0, 3, 4)
 
 
+def matmuls_are_tf32() -> bool:
+    """Whether PyTorch multiplies float32 matrices in TensorFloat-32 on a GPU."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def convolutions_are_tf32() -> bool:
+    """Whether float32 convolutions run in TensorFloat-32 on a GPU, as by default."""
+    settings = torch.backends.cudnn
+    return settings.conv.fp32_precision == "tf32"  # type: ignore[attr-defined, no-any-return]
+
+
 def sdp_priority_order() -> tuple[int, ...]:
     """Attention kernels in the order in which they are tried."""
     return tuple(torch._C._get_sdp_priority_order())

@@ -18,7 +18,7 @@ from torch import fx
 
 from autosac import _compat, _compat_graphs
 from autosac.costs.calibrating import look_up
-from autosac.costs.roofline import roofline_ms
+from autosac.costs.roofline import call_ms
 from autosac.costs.timing import OpMeasurement, OpSizes
 from autosac.devices.specs import device_spec
 from autosac.fake_tensors import op_facts, real_layouts
@@ -241,8 +241,13 @@ class _FakeRun(fx.Interpreter):
                 moved_bytes=costs.moved_bytes,
                 made_bytes=sum(self.nbytes[storage] for storage in new),
             ),
-            "runtime_ms": roofline_ms(
-                costs.flops, dtype, costs.moved_bytes, self._device
+            "runtime_ms": call_ms(
+                str(func),
+                costs.signature,
+                dtype,
+                costs.flops,
+                costs.moved_bytes,
+                self._device,
             ),
             "workspace_bytes": costs.workspace_bytes,
             "flops": costs.flops,

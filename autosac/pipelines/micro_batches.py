@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from autosac.costs.roofline import compute_ms
 from autosac.errors import ArgumentError
 from autosac.fake_tensors.repeated_calls import KnownCalls
 from autosac.parallel.clusters import ClusterSpec
@@ -199,12 +200,7 @@ class MicroBatch:
         if whole.calibrated:
             return 0.0  # unknown: times are measured
         return sum(
-            self._by_block(
-                [
-                    1e3 * op.flops / whole.device.achieved_flops_per_s(op.dtype)
-                    for op in whole.tape.ops
-                ]
-            )
+            self._by_block([compute_ms(op, whole.device) for op in whole.tape.ops])
         )
 
     def _by_block(self, op_ms: Sequence[float]) -> list[float]:

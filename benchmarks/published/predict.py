@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import autosac
-from autosac.devices.specs import DeviceSpec, device_spec
+from autosac.costs.kernels import kernel_of, touched_bytes
 from benchmarks.environment import package_version
 from benchmarks.published.models import SUBJECTS, Subject
 
@@ -43,19 +44,21 @@ def predict(series: Record, path: Path) -> None:
 
 
 def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
-    traced = autosac.profile(
-        subject.model,
-        subject.inputs,
-        device=in_use(device_spec(gpu), subject),
-        **subject.options,
-    )
+    with precision_of(subject):
+        traced = autosac.profile(
+            subject.model, subject.inputs, device=gpu, **subject.options
+        )
+        kinds = Counter(
+            (
+                *kernel_of(op.name, op.signature, op.dtype),
+                op.flops,
+                touched_bytes(op.name, op.signature, op.moved_bytes),
+            )
+            for op in traced.tape.ops
+            if not op.is_view
+        )
     allocated = traced.simulator.allocator_peak_bytes({}, "allocated")
     reserved = traced.simulator.allocator_peak_bytes({}, "reserved")
-    kinds = Counter(
-        (op.name, op.dtype, op.flops, op.moved_bytes)
-        for op in traced.tape.ops
-        if not op.is_view
-    )
     return {
         **point,
         "predicted_allocated_bytes": allocated,
@@ -65,11 +68,12 @@ def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
     }
 
 
-def in_use(spec: DeviceSpec, subject: Subject) -> DeviceSpec:
-    """The device as the script sets it up."""
-    if not subject.tf32 or "tfloat32" not in spec.peak_flops:
-        return spec
-    rates = {**spec.peak_flops, "float32": spec.peak_flops["tfloat32"]}
-    shares = {**spec.matmul_efficiency}
-    shares["float32"] = shares.get("tfloat32", 1.0)
-    return dataclasses.replace(spec, peak_flops=rates, matmul_efficiency=shares)
+@contextlib.contextmanager
+def precision_of(subject: Subject) -> Iterator[None]:
+    """PyTorch's precision of float32 matmuls set as the script sets it."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if subject.tf32 else "highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

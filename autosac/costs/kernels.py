@@ -1,0 +1,293 @@
+"""Kinds of GPU kernels, and what they reach beside matmuls and pointwise kernels.
+
+`DeviceSpec` has the shares of the data sheet's rates that matmuls and pointwise kernels
+reach, fitted for each chip. How much less others reach was measured on one, an H100
+(``benchmarks/results/gpu_published.md``, "What kernels reach"), and is taken for the
+same on the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from autosac import _compat_gpu
+from autosac._compat import argument_names, is_reduction
+from autosac.devices.specs import DeviceSpec
+from autosac.step.op_signatures import Layout, Signature
+
+
+class Kernel(NamedTuple):
+    """What decides how fast an op runs, besides its size.
+
+    Attributes:
+        kind: One of `REACHED`.
+        rate: Of the device's rates that of its FLOPs, such as "tfloat32".
+    """
+
+    kind: str
+    rate: str
+
+
+class Reached(NamedTuple):
+    """Shares of the data sheet's rates that a kind of kernel reaches on an H100.
+
+    Attributes:
+        memory: Of the memory's rate, where that decides how long it takes,
+        half: and of the rate of bfloat16 and float16, where FLOPs do,
+        tfloat32: of TensorFloat-32,
+        float32: of float32. None: none of them was measured, and it reaches as much of
+            a matmul's rate as in half types.
+    """
+
+    memory: float
+    half: float | None = None
+    tfloat32: float | None = None
+    float32: float | None = None
+
+
+MATMUL, POINTWISE = "matmul", "pointwise"
+REACHED: Mapping[str, Reached] = MappingProxyType(
+    {
+        MATMUL: Reached(0.80, half=0.77, tfloat32=0.56, float32=0.75),
+        "matmul, unaligned": Reached(0.80, half=0.25, tfloat32=0.26, float32=0.77),
+        "attention": Reached(0.80, half=0.39, float32=0.38),
+        "attention, backward": Reached(0.80, half=0.35, float32=0.44),
+        "attention, dropout": Reached(0.80, half=0.17, float32=0.38),
+        "attention, dropout, backward": Reached(0.80, half=0.21, float32=0.44),
+        "convolution": Reached(0.58, half=0.52),
+        "convolution, backward": Reached(0.41, half=0.49),
+        "convolution, channels last": Reached(0.83, half=0.67),
+        "convolution, channels last, backward": Reached(0.51, half=0.65),
+        "convolution, unaligned": Reached(0.15, half=0.20),
+        "convolution, unaligned, backward": Reached(0.15, half=0.19),
+        "convolution, grouped": Reached(0.40, half=0.16),
+        "convolution, grouped, backward": Reached(0.40, half=0.14),
+        # Of the rate of float32, which is that of the cores that are used.
+        "convolution, depthwise": Reached(0.40, float32=0.078),
+        "convolution, depthwise, backward": Reached(0.40, float32=0.008),
+        "convolution, depthwise, half types": Reached(0.40, float32=0.18),
+        "convolution, depthwise, half types, backward": Reached(0.40, float32=0.11),
+        POINTWISE: Reached(0.92),
+        "pointwise, mixed types": Reached(0.72),
+        "pointwise, broadcast": Reached(0.72),
+        "pointwise, broadcast, half types": Reached(0.45),
+        "pointwise, transposing": Reached(0.41),
+        "dropout": Reached(0.77),
+        "reduction": Reached(0.49),
+        "layer norm": Reached(0.63),
+        "layer norm, backward": Reached(0.36),
+        "layer norm, short rows": Reached(0.30),
+        "layer norm, short rows, backward": Reached(0.36),
+        "batch norm": Reached(0.52),
+        "softmax": Reached(0.89),
+        "log softmax": Reached(0.65),
+        "pooling": Reached(0.26),
+        "embedding, backward": Reached(0.19),
+    }
+)
+# Kinds of ops that are known by a part of their name, the first that is in it.
+_NAMED = (
+    ("attention", "attention"),
+    ("convolution", "convolution"),
+    ("native_dropout.", "dropout"),
+    ("embedding_dense_backward", "embedding"),
+    ("layer_norm", "layer norm"),
+    ("rms_norm", "layer norm"),
+    ("group_norm", "batch norm"),
+    ("batch_norm", "batch norm"),
+    ("log_softmax", "log softmax"),
+    ("softmax", "softmax"),
+    ("pool", "pooling"),
+)
+_MATMULS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+# Place, among its tensors, of that from which an op picks; a backward pass reads none.
+_PICKED_FROM = {
+    "aten.embedding.default": 0,
+    "aten.gather.default": 0,
+    "aten.index.Tensor": 0,
+    "aten.index_select.default": 0,
+    "aten.nll_loss_forward.default": 0,
+    "aten.nll_loss_backward.default": 1,
+    "aten.nll_loss2d_forward.default": 0,
+    "aten.nll_loss2d_backward.default": 1,
+}
+_HALF = ("float16", "bfloat16")
+_SHORT_ROW = 512  # elements, of which a layer norm does not read several at once
+_ROW_BYTES = 16  # Tensor cores are fed rows that begin at multiples of it.
+
+
+def kernel_of(name: str, call: Hashable, dtype: str) -> Kernel:
+    """The kernel that runs a call on a GPU.
+
+    Args:
+        name: Of the overload, such as ``aten.mm.default``.
+        call: Its signature; of calls without one only the name is known.
+        dtype: Of its first floating-point result. float32 runs in TensorFloat-32 where
+            PyTorch is set to it now.
+    """
+    kind = _kind(name, call if isinstance(call, Signature) else None, dtype)
+    if "depthwise" in kind:
+        return Kernel(kind, "float32")
+    is_tf32 = dtype == "float32" and (
+        (kind.startswith("matmul") and _compat_gpu.matmuls_are_tf32())
+        or (kind.startswith("convolution") and _compat_gpu.convolutions_are_tf32())
+    )
+    return Kernel(kind, "tfloat32" if is_tf32 else dtype)
+
+
+def kernel_ms(
+    kernel: Kernel, flops: int, moved_bytes: int, device: DeviceSpec
+) -> float:
+    """Predicted time in ms of a kernel with so many FLOPs and bytes on a GPU."""
+    memory_s = moved_bytes / (device.achieved_bytes_per_s * _of_memory(kernel.kind))
+    slower_ms = max(compute_ms(kernel, flops, device), memory_s * 1e3)
+    return slower_ms + device.launch_overhead_ms
+
+
+def compute_ms(kernel: Kernel, flops: int, device: DeviceSpec) -> float:
+    """Time in ms that a kernel's FLOPs take alone."""
+    kind, rate = kernel
+    if rate == "tfloat32" and device.vendor == "amd":
+        rate = "float32"
+    return 1e3 * flops / (device.achieved_flops_per_s(rate) * _of_flops(kind, rate))
+
+
+def touched_bytes(name: str, call: Hashable, moved_bytes: int) -> int:
+    """Of a call's bytes those that its kernel reads or writes: not what is not picked.
+
+    Args:
+        name: Of the overload.
+        call: Its signature.
+        moved_bytes: Of its tensor arguments and results.
+    """
+    place = _PICKED_FROM.get(name)
+    if place is None or not isinstance(call, Signature):
+        return moved_bytes
+    sizes = [math.prod(x.size) * x.dtype.itemsize for x in _layouts(call)]
+    results = moved_bytes - sum(sizes)
+    read = 0 if "backward" in name else min(sizes[place], results)
+    return moved_bytes - sizes[place] + read
+
+
+def _of_memory(kind: str) -> float:
+    """Share of the memory's rate, of that which pointwise kernels reach."""
+    return REACHED[kind].memory / REACHED[POINTWISE].memory
+
+
+def _of_flops(kind: str, rate: str) -> float:
+    """Share of a rate, of that which matmuls reach."""
+    own, best = REACHED[kind], REACHED[MATMUL]
+    field = "half" if rate in _HALF else rate
+    reached = getattr(own, field, None)
+    if reached is None:
+        field, reached = "half", own.half
+    return reached / getattr(best, field) if reached else 1.0
+
+
+def _kind(name: str, call: Signature | None, dtype: str) -> str:
+    op = name.removeprefix("aten.")
+    if op.split(".")[0] in _MATMULS:
+        return MATMUL if call is None else _matmul(call)
+    for part, kind in _NAMED:
+        if part in op:
+            if call is not None and op != name and kind in _DETAILS:
+                kind += _DETAILS[kind](call)
+            backward = f"{kind}, backward"
+            return backward if "backward" in op and backward in REACHED else kind
+    if "mm" in op.split(".")[0].split("_"):
+        return MATMUL
+    if call is None or op.startswith(("_foreach", "_fused")):
+        return POINTWISE
+    if is_reduction(call.func):
+        return "reduction"
+    return _pointwise(call, dtype)
+
+
+def _matmul(call: Signature) -> str:
+    """Whether all rows of the factors and the result begin aligned."""
+    *_, left, right = (x for x in _layouts(call) if len(x.size) > 1)
+    pitches = (max(left.stride[-2:]), max(right.stride[-2:]), right.size[-1])
+    is_aligned = all(x * right.dtype.itemsize % _ROW_BYTES == 0 for x in pitches)
+    return MATMUL if is_aligned else f"{MATMUL}, unaligned"
+
+
+def _convolution(call: Signature) -> str:
+    given = _given(call)
+    images, weight = given["input"], given["weight"]
+    if given["groups"] == 1:
+        size = images.dtype.itemsize
+        if any(channels * size % _ROW_BYTES for channels in weight.size[:2]):
+            return ", unaligned"
+        is_last = images.stride[1] == 1 and max(images.size[2:]) > 1
+        return ", channels last" if is_last else ""
+    if given["groups"] != images.size[1]:
+        return ", grouped"
+    return f", depthwise{', half types' if images.dtype.itemsize == 2 else ''}"
+
+
+def _layer_norm(call: Signature) -> str:
+    rows = next(x for x in _layouts(call) if len(x.size) > 1)
+    return ", short rows" if rows.size[-1] < _SHORT_ROW else ""
+
+
+def _attention(call: Signature) -> str:
+    return ", dropout" if _given(call).get("dropout_p") else ""
+
+
+_DETAILS = {
+    "attention": _attention,
+    "convolution": _convolution,
+    "layer norm": _layer_norm,
+}
+
+
+def _given(call: Signature) -> dict[str, Any]:
+    """Arguments of a call by their names."""
+    names = argument_names(call.func)
+    return {**dict(zip(names, call.args, strict=False)), **dict(call.kwargs)}
+
+
+def _pointwise(call: Signature, dtype: str) -> str:
+    """By how the arguments lie; the slowest of what holds."""
+    tensors = [x for x in _layouts(call) if math.prod(x.size) > 1]
+    if not tensors:
+        return POINTWISE
+    whole = max(tensors, key=lambda x: math.prod(x.size))
+    order = _order(whole)
+    asked = dict(call.kwargs).get("memory_format")
+    if asked == torch.contiguous_format:
+        order = sorted(order)
+    elif asked == torch.channels_last:
+        order = [dim for dim in (-4, -2, -1, -3) if dim in order]
+    for tensor in tensors:
+        own = _order(tensor)
+        if own != [dim for dim in order if dim in own]:
+            return "pointwise, transposing"
+    floats = {str(x.dtype)[6:] for x in tensors if x.dtype.is_floating_point}
+    if any(x.size != whole.size for x in tensors):
+        is_half = floats.intersection(_HALF)
+        return f"pointwise, broadcast{', half types' if is_half else ''}"
+    return "pointwise, mixed types" if floats - {dtype} else POINTWISE
+
+
+def _order(tensor: Layout) -> list[int]:
+    """Dimensions, counted from the last, from the widest apart to the nearest."""
+    dims = range(-len(tensor.size), 0)
+    spread = [dim for dim in dims if tensor.size[dim] > 1 and tensor.stride[dim]]
+    return sorted(spread, key=lambda dim: -tensor.stride[dim])
+
+
+def _layouts(call: Signature) -> Iterator[Layout]:
+    """The tensors among the arguments, in order."""
+    pending = list(call.args)
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, Layout):
+            yield value
+        elif isinstance(value, tuple):
+            pending = [*value, *pending]
