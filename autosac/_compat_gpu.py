@@ -40,8 +40,8 @@ def matmuls_are_tf32() -> bool:
 
 def convolutions_are_tf32() -> bool:
     """Whether float32 convolutions run in TensorFloat-32 on a GPU, as by default."""
-    settings = torch.backends.cudnn
-    return settings.conv.fp32_precision == "tf32"  # type: ignore[attr-defined, no-any-return]
+    settings: Any = torch.backends.cudnn
+    return bool(settings.conv.fp32_precision == "tf32")
 
 
 def sdp_priority_order() -> tuple[int, ...]:

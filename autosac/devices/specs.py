@@ -25,9 +25,10 @@ from autosac.quantities import rounded_up
 
 _GB = 10**9
 _TFLOPS = 1e12
-# Heuristic, on no data sheet: the host issues an eager op in about 5 us, which is
-# what a tiny GPU op takes; an op on the CPU costs its dispatch.
-_GPU_LAUNCH_MS = 0.005
+# Of no data sheet: a tiny kernel takes 1.6 to 2.3 us on an H100
+# (benchmarks/results/gpu_published.json, BERT of one sample); an op on the CPU costs
+# its dispatch, which is a guess.
+_GPU_LAUNCH_MS = 0.002
 _CPU_LAUNCH_MS = 0.002
 # Of published steps of a single sample, as `_Reached` is; hosts differ by a half.
 _HOST_OP_MS = 0.028

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares
 
-from autosac.costs.roofline import roofline_ms
+from autosac.costs.kernels import Kernel, kernel_ms
 from autosac.devices.specs import DeviceSpec, device_spec
 from benchmarks.environment import environment
 
@@ -30,7 +30,8 @@ CHIPS = {"h100": "hopper", "h200": "hopper", "a100": "ampere", "l40s": "ada"}
 CHIPS["mi325x"] = "cdna3"
 _FITTED = ("bert", "t5", "llama")  # matmuls, attention and kernels bound by memory
 _NOT_FITTED = ("convnext", "focalnet", "regnet")
-_TF32 = ("bert-tf32", "t5-small", "convnext-large-tf32", "regnet-y-128gf")
+_NAMES = {"float16": "half", "bfloat16": "half"}  # what a rate's share is called
+_NAMES |= {"tfloat32": "tfloat32", "float32": "float32"}
 _WHY_NOT = {
     "convnext-large": "depthwise convolutions; cuDNN chooses kernels by the batch:"
     " TensorFloat-32 on an H100 falls from 201 images/s at batch 64 to 157 at 160 and"
@@ -55,16 +56,14 @@ class Step:
         batch: Its batch.
         published_ms: What it took.
         device: The GPU as the script sets it up.
-        ops: Its distinct ops: name, type, FLOPs, bytes and how many.
-        names: Parameters that its time depends on.
+        ops: Its distinct ops: kernel, FLOPs, bytes and how many.
     """
 
     series: tuple[str, str]
     batch: int
     published_ms: float
     device: DeviceSpec
-    ops: list[tuple[str, str, int, int, int]]
-    names: dict[str, str]
+    ops: list[tuple[Kernel, int, int, int]]
 
 
 def steps(records: Iterable[Record], models: tuple[str, ...] = _FITTED) -> list[Step]:
@@ -81,24 +80,12 @@ def steps(records: Iterable[Record], models: tuple[str, ...] = _FITTED) -> list[
 
 def _step(series: Record, point: Record) -> Step:
     model, gpu = series["model"], series["gpu"]
-    chip = CHIPS[gpu]
-    spec = device_spec(gpu)
-    # MI325X's rows of both precisions are equal: hipBLASLt did not use it.
-    tf32 = model in _TF32 and chip != "cdna3"
-    single = "tfloat32" if tf32 else "float32"
-    rates = {**spec.peak_flops, "float32": spec.peak_flops[single]}
     return Step(
         series=(model, gpu),
         batch=point["batch"],
         published_ms=1e3 * point["samples"] / point["samples_per_s"],
-        device=dataclasses.replace(spec, peak_flops=rates),
-        ops=[tuple(op) for op in point["ops"]],
-        names={
-            "half": f"{chip} half",
-            "float32": f"{chip} {single}",
-            "memory": f"{chip} memory",
-            "host": "host",
-        },
+        device=device_spec(gpu),
+        ops=[(Kernel(kind, rate), *sizes) for kind, rate, *sizes in point["ops"]],
     )
 
 
@@ -114,20 +101,17 @@ def host_ms(step: Step, values: dict[str, float]) -> float:
 
 def kernels_ms(step: Step, values: dict[str, float]) -> float:
     """Time of a step's kernels."""
-    names = step.names
-    half = values.get(names["half"], 1.0)
+    chip = CHIPS[step.series[1]]
     device = dataclasses.replace(
         step.device,
         matmul_efficiency={
-            "float16": half,
-            "bfloat16": half,
-            "float32": values.get(names["float32"], 1.0),
+            rate: values.get(f"{chip} {name}", 1.0) for rate, name in _NAMES.items()
         },
-        bandwidth_efficiency=values[names["memory"]],
+        bandwidth_efficiency=values[f"{chip} memory"],
     )
     return sum(
-        count * roofline_ms(flops, dtype, nbytes, device)
-        for _, dtype, flops, nbytes, count in step.ops
+        count * kernel_ms(kernel, flops, nbytes, device)
+        for kernel, flops, nbytes, count in step.ops
     )
 
 
@@ -153,9 +137,13 @@ def fit(train: Sequence[Step]) -> dict[str, float]:
 
 
 def _used(step: Step) -> set[str]:
-    kinds = {"float32": "float32", "float16": "half", "bfloat16": "half"}
-    matmuls = {kinds[dtype] for _, dtype, flops, _, _ in step.ops if flops}
-    return {step.names[kind] for kind in (*matmuls, "memory", "host")}
+    """Parameters that a step's time depends on."""
+    rates = {kernel.rate for kernel, flops, _, _ in step.ops if flops}
+    if step.device.vendor == "amd":  # hipBLASLt did not use it
+        rates = {"float32" if rate == "tfloat32" else rate for rate in rates}
+    chip = CHIPS[step.series[1]]
+    names = {_NAMES[rate] for rate in rates if rate in _NAMES} | {"memory"}
+    return {"host", *(f"{chip} {name}" for name in names)}
 
 
 def _series(some: Iterable[Step]) -> list[tuple[str, str]]:
