@@ -35,7 +35,7 @@ DEFAULT_SDP_ORDER = (1, 2, 0, 3, 4)
 
 def matmuls_are_tf32() -> bool:
     """Whether PyTorch multiplies float32 matrices in TensorFloat-32 on a GPU."""
-    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
 def convolutions_are_tf32() -> bool:

@@ -3,48 +3,58 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import autosac
+from autosac.costs.kernels import (
+    HALF_TYPES,
+    MATMUL,
+    POINTWISE,
+    REACHED,
+    compute_ms,
+    kernel_of,
+    layouts,
+    touched_bytes,
+)
+from autosac.costs.roofline import op_ms
 from autosac.devices.specs import DeviceSpec, device_of_product
-from autosac.step.op_signatures import Layout, Signature
-from autosac.step.tape import Op
+from autosac.step.op_signatures import Signature
+from autosac.step.tape import Op, Tape
 from benchmarks.environment import MIB
-from benchmarks.published.models import SUBJECTS, Subject
-from benchmarks.published.predict import figures, in_use
+from benchmarks.published.models import SUBJECTS
+from benchmarks.published.predict import figures, precision_of
 
 Record = dict[str, Any]
 _LEAST_MS = 0.05  # of all calls of an op together, to tell anything
 _CALLED = {  # what the profiler calls an op -> what a dispatched one is called
     "cudnn_convolution": "convolution",
-    "_cudnn_attention_forward": "_scaled_dot_product_cudnn_attention",
-    "_cudnn_attention_backward": "_scaled_dot_product_cudnn_attention_backward",
+    "clamp_min_": "relu_",
 }
-_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-_TENSOR_CORE_MULTIPLE = 8  # sizes in multiples of it are read at once, in half types
+# What runs inside others, where the trace has no such op by itself.
+_INSIDE = {"mul": "_softmax_backward_data", "fill_": "nll_loss_backward"}
 
 
 def write(record: Record, folder: Path) -> None:
     """Predict every step that was measured, and write the page."""
     spec = device_of_product(record["environment"]["gpu"])
-    memory, kinds = [], defaultdict(lambda: [0.0, 0.0, 0.0, 0.0])
+    memory, reached = [], defaultdict(Sums)
     for step, measured_step in record["steps"].items():
         if "error" in measured_step:
             continue
         name, _, batch = step.partition(":")
         subject = SUBJECTS[name](int(batch))
-        device = in_use(spec, subject)
-        traced = autosac.profile(
-            subject.model, subject.inputs, device=device, **subject.options
-        )
+        with precision_of(subject):
+            traced = autosac.profile(
+                subject.model, subject.inputs, device=spec, **subject.options
+            )
+            _add_kernels(reached, traced.tape, measured_step, as_measured(spec))
         memory.append(_row(step, measured_step, traced, spec.name))
         print(memory[-1], flush=True)
-        _add_kinds(kinds, traced, measured_step, subject, device)
-    lines = [*_head(record["environment"]), *memory, "", *_table_of(kinds, spec)]
+    lines = [*_head(record["environment"]), *memory, "", *_table_of(reached)]
     (folder / "gpu_published.md").write_text("\n".join(lines) + "\n")
 
 
@@ -59,7 +69,8 @@ def _head(environment: Record) -> Iterator[str]:
         "The steps of [published figures](published.md), run for real: what PyTorch"
         " handed out and reserved in the first seven steps, and the median time of four"
         " more. *Predicted* is of the meta device and the data sheet, on a machine"
-        " without a GPU. *Published* are times by milabench's figures, of torch 2.6.\n"
+        " without a GPU; of times, that of the kernels. *Published* are times by"
+        " milabench's figures, of torch 2.6.\n"
     )
     yield (
         "| step | allocated MiB | predicted | reserved MiB | predicted | step ms |"
@@ -83,10 +94,15 @@ def _row(step: str, measured_step: Record, traced: autosac.Profile, gpu: str) ->
         f"{reserved:+.2%}",
         f"{measured_step['step_ms']:.1f}",
         f"{measured_step['kernels_ms']:.1f}",
-        f"{traced.baseline_ms / measured_step['step_ms'] - 1:+.0%}",
+        f"{traced.baseline_ms / _kernels_ms(measured_step) - 1:+.0%}",
         "" if published is None else f"{published:.1f}",
     )
     return f"| {' | '.join(fields)} |"
+
+
+def _kernels_ms(measured_step: Record) -> float:
+    """Some profiled steps were slower than others: none takes less than its kernels."""
+    return float(min(measured_step["kernels_ms"], measured_step["step_ms"]))
 
 
 def _published_ms(step: str, gpu: str) -> float | None:
@@ -103,96 +119,130 @@ def _published_ms(step: str, gpu: str) -> float | None:
 # --- kinds of kernels ----------------------------------------------------------------
 
 
-def _add_kinds(
-    kinds: dict[str, list[float]],
-    traced: autosac.Profile,
+@dataclass
+class Sums:
+    """Of all calls of one kind of kernel.
+
+    Attributes:
+        measured_ms: What they took,
+        predicted_ms: and were predicted to take.
+        by_flops_ms: Measured, of those that FLOPs decide the time of,
+        flops_ms: and how long these took at the data sheet's rate.
+        by_bytes_ms: Likewise of those that bytes decide,
+        bytes_ms: likewise.
+    """
+
+    measured_ms: float = 0.0
+    predicted_ms: float = 0.0
+    by_flops_ms: float = 0.0
+    flops_ms: float = 0.0
+    by_bytes_ms: float = 0.0
+    bytes_ms: float = 0.0
+
+
+def as_measured(spec: DeviceSpec) -> DeviceSpec:
+    """A device whose kernels reach what `kernels.REACHED` says, of every kind."""
+    matmul = REACHED[MATMUL]
+    half = dict.fromkeys(HALF_TYPES, matmul.half)
+    shares = {**half, "tfloat32": matmul.tfloat32, "float32": matmul.float32}
+    return replace(
+        spec,
+        matmul_efficiency=shares,
+        bandwidth_efficiency=REACHED[POINTWISE].memory,
+    )
+
+
+def _add_kernels(
+    reached: dict[tuple[str, str], Sums],
+    tape: Tape,
     measured_step: Record,
-    subject: Subject,
     device: DeviceSpec,
 ) -> None:
-    """Add measured ms, predicted ms, FLOPs over the data sheet's rate, and bytes."""
-    measured: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0])
-    for name, shapes, count, ms in measured_step["kernels"]:
-        name = name.removeprefix("aten::")
-        sums = measured[_CALLED.get(name, name), _first(json.loads(shapes))]
-        sums[0] += count
-        sums[1] += ms
-    alike: dict[tuple[str, str, str], list[Any]] = {}
-    for op, ms in zip(traced.tape.ops, traced.op_ms, strict=True):
+    """Add what the kernels of a step took, in proportion where several look alike."""
+    share = _kernels_ms(measured_step) / measured_step["kernels_ms"]
+    measured: dict[tuple[str, str], float] = defaultdict(float)
+    for name, shapes, _, ms in measured_step["kernels"]:
+        key = _key(name.removeprefix("aten::"), json.loads(shapes))
+        measured[key] += share * ms
+    alike = defaultdict(list)
+    for op in tape.ops:
         if not op.is_view and isinstance(op.signature, Signature):
-            key = (*_key(op), op.dtype)
-            sums = alike.setdefault(key, [op, 0, 0.0])
-            sums[1] += 1
-            sums[2] += ms
-    for (name, shapes, dtype), (op, count, predicted_ms) in alike.items():
-        calls, spent_ms = measured.get((name, shapes), (0, 0.0))
-        if spent_ms < _LEAST_MS:
-            continue
-        spent_ms *= count / max(calls, count)
-        single = "tfloat32" if subject.tf32 else dtype
-        kind = _kind(op, single if dtype == "float32" else dtype)
-        row = kinds[kind]
-        row[0] += spent_ms
-        row[1] += predicted_ms
-        row[2] += count * op.flops / device.flops_per_s(dtype) * 1e3
-        row[3] += count * op.moved_bytes / device.bandwidth_bytes_per_s * 1e3
-
-
-def _key(op: Op) -> tuple[str, str]:
-    name = op.name.split(".")[1]
-    sizes = [list(layout.size) for layout in _layouts(op.signature)]
-    if name in ("_to_copy", "clone"):
-        return "copy_", _first([*sizes[:1] * 2])
-    return name, _first(sizes)
-
-
-def _layouts(signature: Signature) -> Iterator[Layout]:
-    pending = list(signature.args)
-    while pending:
-        value = pending.pop(0)
-        if isinstance(value, Layout):
-            yield value
-        elif isinstance(value, tuple):
-            pending = [*value, *pending]
-
-
-def _first(shapes: Iterable[Any]) -> str:
-    """The first three shapes of tensors with dimensions, as the profiler has them."""
-    sizes = [s for s in shapes if s and all(isinstance(size, int) for size in s)]
-    return str(sizes[:3])
-
-
-def _kind(op: Op, dtype: str) -> str:
-    name = op.name.split(".")[1]
-    if name in _PRODUCTS:
-        *_, left, right = (x.size for x in _layouts(op.signature) if len(x.size) > 1)
-        sizes = (*left[-2:], right[-1])
-        is_even = all(size % _TENSOR_CORE_MULTIPLE == 0 for size in sizes)
-        return f"matmul, {dtype}{'' if is_even else ', sizes not in eights'}"
-    if "convolution" in name:
-        back = "backward" if "backward" in name else "forward"
-        weight = [x.size for x in _layouts(op.signature) if len(x.size) > 2][-1]
-        groups = op.signature.args[-1 if back == "forward" else -2]
-        of = "depthwise " if weight[1] == 1 else "grouped " if groups != 1 else ""
-        return f"{of}convolution {back}, {dtype}"
-    if "attention" in name:
-        return f"{name.strip('_')}, {dtype}"
-    return re.sub("^_to_copy$|^clone$", "copy_", name)
-
-
-def _table_of(kinds: dict[str, list[float]], spec: DeviceSpec) -> Iterator[str]:
-    yield "## What kernels reach of the data sheet's rates\n"
-    yield (
-        f"Of all steps together, those ops whose shapes the profiler and the trace have"
-        f" in common. *Predicted* is with the shares that `autosac.devices` has for"
-        f" {spec.name}.\n"
-    )
-    yield "| kernels | measured ms | predicted | of its FLOP/s | of its bytes/s |"
-    yield "| --- | ---: | ---: | ---: | ---: |"
-    ordered = sorted(kinds.items(), key=lambda item: -item[1][0])
-    for kind, (spent, predicted, compute, memory) in ordered:
-        share = f"{compute / spent:.0%}" if compute else ""
-        yield (
-            f"| {kind} | {spent:.1f} | {predicted / spent - 1:+.0%} | {share} |"
-            f" {memory / spent:.0%} |"
+            sizes = [list(layout.size) for layout in layouts(op.signature)]
+            name = op.name.split(".")[1]
+            if name in ("_to_copy", "clone"):
+                name, sizes = "copy_", [*sizes[:1] * 2]
+            alike[_key(name, sizes)].append((op, op_ms(op, device)))
+    for (name, shapes), ms in list(measured.items()):
+        outer = next(
+            (
+                key
+                for key in alike
+                if key[0] == _INSIDE.get(name) and shapes[:-1] in key[1]
+            ),
+            None,
         )
+        if (name, shapes) not in alike and outer is not None:
+            measured[outer] += ms
+    for key, pairs in alike.items():
+        if measured[key] >= _LEAST_MS:
+            factor = measured[key] / sum(ms for _, ms in pairs)
+            for op, ms in pairs:
+                _add(reached, op, factor * ms, ms, device)
+
+
+def _add(
+    reached: dict[tuple[str, str], Sums],
+    op: Op,
+    measured_ms: float,
+    predicted_ms: float,
+    device: DeviceSpec,
+) -> None:
+    kernel = kernel_of(op.name, op.signature, op.dtype)
+    touched = touched_bytes(op.name, op.signature, op.moved_bytes)
+    rate = "half" if kernel.rate in HALF_TYPES else kernel.rate
+    sums = reached[kernel.kind, rate if op.flops else ""]
+    sums.measured_ms += measured_ms
+    sums.predicted_ms += predicted_ms
+    flops_ms = compute_ms(kernel, op.flops, device)
+    own_ms = measured_ms - device.launch_overhead_ms
+    if flops_ms + device.launch_overhead_ms >= predicted_ms:
+        sums.by_flops_ms += own_ms
+        sums.flops_ms += 1e3 * op.flops / device.flops_per_s(kernel.rate)
+    else:
+        sums.by_bytes_ms += own_ms
+        sums.bytes_ms += 1e3 * touched / device.bandwidth_bytes_per_s
+
+
+def _key(name: str, shapes: list[Any]) -> tuple[str, str]:
+    """An op's name and its first shapes, as profiler and trace both have them."""
+    if "attention" in name:  # whichever of the kernels runs it
+        return f"attention{' backward' if 'backward' in name else ''}", ""
+    name = _CALLED.get(name, name)
+    sizes = [s for s in shapes if s and all(isinstance(size, int) for size in s)]
+    return name, str(sizes[: 2 if name == "convolution" else 3])
+
+
+def _table_of(reached: dict[tuple[str, str], Sums]) -> Iterator[str]:
+    yield "## What kernels reach\n"
+    yield (
+        "Of all steps together, those ops whose shapes the profiler and the trace have"
+        " in common: their times, and those predicted by the shares of"
+        " `autosac/costs/kernels.py`, which are from here; then the share of the data"
+        " sheet's FLOP/s that they reached where FLOPs decide their time by the"
+        " prediction, and of its bytes/s where bytes do.\n"
+    )
+    yield "| kernels | FLOPs in | measured ms | predicted | of FLOP/s | of bytes/s |"
+    yield f"| --- | --- |{' ---: |' * 4}"
+    for kind, rate in sorted(reached):
+        sums = reached[kind, rate]
+        compute = _share(sums.flops_ms, sums.by_flops_ms)
+        memory = _share(sums.bytes_ms, sums.by_bytes_ms)
+        error = f"{sums.predicted_ms / sums.measured_ms - 1:+.0%}"
+        yield (
+            f"| {kind} | {rate} | {sums.measured_ms:.1f} | {error} | {compute} |"
+            f" {memory} |"
+        )
+
+
+def _share(at_peak_ms: float, spent_ms: float) -> str:
+    return f"{at_peak_ms / spent_ms:.3f}" if spent_ms >= 1.0 else ""

@@ -3,7 +3,7 @@
 `DeviceSpec` has the shares of the data sheet's rates that matmuls and pointwise kernels
 reach, fitted for each chip. How much less others reach was measured on one, an H100
 (``benchmarks/results/gpu_published.md``, "What kernels reach"), and is taken for the
-same on the others.
+same on NVIDIA's others; on AMD's all reach the same.
 """
 
 from __future__ import annotations
@@ -53,41 +53,44 @@ class Reached(NamedTuple):
 MATMUL, POINTWISE = "matmul", "pointwise"
 REACHED: Mapping[str, Reached] = MappingProxyType(
     {
-        MATMUL: Reached(0.80, half=0.77, tfloat32=0.56, float32=0.75),
-        "matmul, unaligned": Reached(0.80, half=0.25, tfloat32=0.26, float32=0.77),
-        "attention": Reached(0.80, half=0.39, float32=0.38),
-        "attention, backward": Reached(0.80, half=0.35, float32=0.44),
-        "attention, dropout": Reached(0.80, half=0.17, float32=0.38),
-        "attention, dropout, backward": Reached(0.80, half=0.21, float32=0.44),
-        "convolution": Reached(0.58, half=0.52),
+        MATMUL: Reached(0.76, half=0.76, tfloat32=0.54, float32=0.74),
+        "matmul, unaligned": Reached(0.76, half=0.25, tfloat32=0.25, float32=0.78),
+        "attention": Reached(0.76, half=0.39, float32=0.38),
+        "attention, backward": Reached(0.76, half=0.35, float32=0.45),
+        "attention, dropout": Reached(0.76, half=0.17, float32=0.38),
+        "attention, dropout, backward": Reached(0.76, half=0.21, float32=0.45),
+        "convolution": Reached(0.67, half=0.53),
         "convolution, backward": Reached(0.41, half=0.49),
-        "convolution, channels last": Reached(0.83, half=0.67),
-        "convolution, channels last, backward": Reached(0.51, half=0.65),
-        "convolution, unaligned": Reached(0.15, half=0.20),
-        "convolution, unaligned, backward": Reached(0.15, half=0.19),
-        "convolution, grouped": Reached(0.40, half=0.16),
+        "convolution, channels last": Reached(0.84, half=0.64),
+        "convolution, channels last, backward": Reached(0.55, half=0.60),
+        "convolution, unaligned": Reached(0.16, half=0.18),
+        "convolution, unaligned, backward": Reached(0.07, half=0.21),
+        "convolution, grouped": Reached(0.40, half=0.165),
         "convolution, grouped, backward": Reached(0.40, half=0.14),
         # Of the rate of float32, which is that of the cores that are used.
-        "convolution, depthwise": Reached(0.40, float32=0.078),
-        "convolution, depthwise, backward": Reached(0.40, float32=0.008),
+        "convolution, depthwise": Reached(0.40, float32=0.074),
+        "convolution, depthwise, backward": Reached(0.40, float32=0.0085),
         "convolution, depthwise, half types": Reached(0.40, float32=0.18),
-        "convolution, depthwise, half types, backward": Reached(0.40, float32=0.11),
-        POINTWISE: Reached(0.92),
-        "pointwise, mixed types": Reached(0.72),
-        "pointwise, broadcast": Reached(0.72),
-        "pointwise, broadcast, half types": Reached(0.45),
-        "pointwise, transposing": Reached(0.41),
-        "dropout": Reached(0.77),
-        "reduction": Reached(0.49),
-        "layer norm": Reached(0.63),
-        "layer norm, backward": Reached(0.36),
-        "layer norm, short rows": Reached(0.30),
-        "layer norm, short rows, backward": Reached(0.36),
-        "batch norm": Reached(0.52),
-        "softmax": Reached(0.89),
-        "log softmax": Reached(0.65),
-        "pooling": Reached(0.26),
-        "embedding, backward": Reached(0.19),
+        "convolution, depthwise, half types, backward": Reached(0.27, float32=0.12),
+        POINTWISE: Reached(0.95),
+        "pointwise, mixed types": Reached(0.68),
+        "pointwise, broadcast": Reached(0.74),
+        "pointwise, broadcast, half types": Reached(0.49),
+        "pointwise, transposing": Reached(0.36),
+        "dropout": Reached(0.78),
+        "reduction": Reached(0.47),
+        "layer norm": Reached(0.62),
+        "layer norm, backward": Reached(0.35),
+        "layer norm, short rows": Reached(0.32),
+        "layer norm, short rows, backward": Reached(0.42),
+        "batch norm": Reached(0.54),
+        "softmax": Reached(0.90),
+        # Two kernels: the products that it sums come first
+        # (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu).
+        "softmax, backward": Reached(0.44),
+        "log softmax": Reached(0.64),
+        "pooling": Reached(0.25),
+        "embedding, backward": Reached(0.12),
     }
 )
 # Kinds of ops that are known by a part of their name, the first that is in it.
@@ -116,7 +119,7 @@ _PICKED_FROM = {
     "aten.nll_loss2d_forward.default": 0,
     "aten.nll_loss2d_backward.default": 1,
 }
-_HALF = ("float16", "bfloat16")
+HALF_TYPES = ("float16", "bfloat16")
 _SHORT_ROW = 512  # elements, of which a layer norm does not read several at once
 _ROW_BYTES = 16  # Tensor cores are fed rows that begin at multiples of it.
 
@@ -144,17 +147,32 @@ def kernel_ms(
     kernel: Kernel, flops: int, moved_bytes: int, device: DeviceSpec
 ) -> float:
     """Predicted time in ms of a kernel with so many FLOPs and bytes on a GPU."""
-    memory_s = moved_bytes / (device.achieved_bytes_per_s * _of_memory(kernel.kind))
-    slower_ms = max(compute_ms(kernel, flops, device), memory_s * 1e3)
-    return slower_ms + device.launch_overhead_ms
+    share = 1.0
+    if device.vendor == "nvidia":
+        share = REACHED[_on(device, kernel.kind)].memory / REACHED[POINTWISE].memory
+    memory_ms = 1e3 * moved_bytes / (device.achieved_bytes_per_s * share)
+    return max(compute_ms(kernel, flops, device), memory_ms) + device.launch_overhead_ms
 
 
 def compute_ms(kernel: Kernel, flops: int, device: DeviceSpec) -> float:
     """Time in ms that a kernel's FLOPs take alone."""
     kind, rate = kernel
-    if rate == "tfloat32" and device.vendor == "amd":
-        rate = "float32"
-    return 1e3 * flops / (device.achieved_flops_per_s(rate) * _of_flops(kind, rate))
+    if device.vendor == "nvidia":
+        share = _of_flops(_on(device, kind), rate)
+    else:  # Its libraries have other kernels, and do not use TensorFloat-32.
+        rate, share = "float32" if rate == "tfloat32" else rate, 1.0
+    return 1e3 * flops / (device.achieved_flops_per_s(rate) * share)
+
+
+def _on(device: DeviceSpec, kind: str) -> str:
+    """The kind on a device: alignment is known to matter since Hopper.
+
+    Its tensor memory accelerator takes rows in multiples of 16 bytes (CUDA C++
+    Programming Guide, tensor maps); published steps on older chips show no such loss.
+    """
+    if device.compute_capability is None or device.compute_capability < (9, 0):
+        return kind.replace(", unaligned", "")
+    return kind
 
 
 def touched_bytes(name: str, call: Hashable, moved_bytes: int) -> int:
@@ -168,21 +186,16 @@ def touched_bytes(name: str, call: Hashable, moved_bytes: int) -> int:
     place = _PICKED_FROM.get(name)
     if place is None or not isinstance(call, Signature):
         return moved_bytes
-    sizes = [math.prod(x.size) * x.dtype.itemsize for x in _layouts(call)]
+    sizes = [math.prod(x.size) * x.dtype.itemsize for x in layouts(call)]
     results = moved_bytes - sum(sizes)
     read = 0 if "backward" in name else min(sizes[place], results)
     return moved_bytes - sizes[place] + read
 
 
-def _of_memory(kind: str) -> float:
-    """Share of the memory's rate, of that which pointwise kernels reach."""
-    return REACHED[kind].memory / REACHED[POINTWISE].memory
-
-
 def _of_flops(kind: str, rate: str) -> float:
     """Share of a rate, of that which matmuls reach."""
     own, best = REACHED[kind], REACHED[MATMUL]
-    field = "half" if rate in _HALF else rate
+    field = "half" if rate in HALF_TYPES else rate
     reached = getattr(own, field, None)
     if reached is None:
         field, reached = "half", own.half
@@ -210,7 +223,7 @@ def _kind(name: str, call: Signature | None, dtype: str) -> str:
 
 def _matmul(call: Signature) -> str:
     """Whether all rows of the factors and the result begin aligned."""
-    *_, left, right = (x for x in _layouts(call) if len(x.size) > 1)
+    *_, left, right = (x for x in layouts(call) if len(x.size) > 1)
     pitches = (max(left.stride[-2:]), max(right.stride[-2:]), right.size[-1])
     is_aligned = all(x * right.dtype.itemsize % _ROW_BYTES == 0 for x in pitches)
     return MATMUL if is_aligned else f"{MATMUL}, unaligned"
@@ -231,7 +244,7 @@ def _convolution(call: Signature) -> str:
 
 
 def _layer_norm(call: Signature) -> str:
-    rows = next(x for x in _layouts(call) if len(x.size) > 1)
+    rows = next(x for x in layouts(call) if len(x.size) > 1)
     return ", short rows" if rows.size[-1] < _SHORT_ROW else ""
 
 
@@ -254,7 +267,7 @@ def _given(call: Signature) -> dict[str, Any]:
 
 def _pointwise(call: Signature, dtype: str) -> str:
     """By how the arguments lie; the slowest of what holds."""
-    tensors = [x for x in _layouts(call) if math.prod(x.size) > 1]
+    tensors = [x for x in layouts(call) if math.prod(x.size) > 1]
     if not tensors:
         return POINTWISE
     whole = max(tensors, key=lambda x: math.prod(x.size))
@@ -270,7 +283,7 @@ def _pointwise(call: Signature, dtype: str) -> str:
             return "pointwise, transposing"
     floats = {str(x.dtype)[6:] for x in tensors if x.dtype.is_floating_point}
     if any(x.size != whole.size for x in tensors):
-        is_half = floats.intersection(_HALF)
+        is_half = floats.intersection(HALF_TYPES)
         return f"pointwise, broadcast{', half types' if is_half else ''}"
     return "pointwise, mixed types" if floats - {dtype} else POINTWISE
 
@@ -282,7 +295,7 @@ def _order(tensor: Layout) -> list[int]:
     return sorted(spread, key=lambda dim: -tensor.stride[dim])
 
 
-def _layouts(call: Signature) -> Iterator[Layout]:
+def layouts(call: Signature) -> Iterator[Layout]:
     """The tensors among the arguments, in order."""
     pending = list(call.args)
     while pending:

@@ -15,7 +15,7 @@ import difflib
 import itertools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Literal
 
@@ -38,7 +38,7 @@ _GPU_GRANULARITY_BYTES = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Reached:
-    """What steps reach of the rates of data sheets on one chip.
+    """What matmuls and pointwise kernels reach of the rates of data sheets on one chip.
 
     Fitted to steps that others published, of models of matmuls, attention and kernels
     bound by memory: ``python -m benchmarks.published --parts time``, which names the
@@ -59,18 +59,21 @@ class _Reached:
     error: float
 
 
-_HOPPER = _Reached(half=0.39, tfloat32=0.27, float32=0.70, memory=0.60, error=0.20)
-_L40S = _Reached(half=0.56, tfloat32=0.37, float32=0.36, memory=0.78, error=0.25)
+_HOPPER = _Reached(half=0.67, tfloat32=0.55, float32=0.74, memory=0.81, error=0.20)
+# The same chip reaches less of its faster memory's rate.
+_H200 = replace(_HOPPER, memory=0.66, error=0.25)
+_L40S = _Reached(half=0.71, tfloat32=0.48, float32=0.38, memory=0.98, error=0.40)
 # MI325X ran TensorFloat-32 at float32's rate.
-_CDNA3 = _Reached(half=0.13, tfloat32=0.08, float32=0.31, memory=0.39, error=1.35)
+_CDNA3 = _Reached(half=0.12, tfloat32=0.08, float32=0.30, memory=0.38, error=1.50)
 # Chips of which no step was published that could be rebuilt: geometric means of
 # NVIDIA's others, and the worst error of a chip that is predicted with such means.
-_OTHER = _Reached(half=0.54, tfloat32=0.32, float32=0.50, memory=0.72, error=0.95)
+_OTHER = _Reached(half=0.75, tfloat32=0.51, float32=0.53, memory=0.85, error=0.95)
 # One step, in bfloat16; the rest as above. The error is that without this step.
-_A100_REACHED = _Reached(half=0.74, tfloat32=0.32, float32=0.5, memory=0.8, error=0.5)
+_A100_REACHED = replace(_OTHER, half=0.89, memory=1.0, error=0.30)
 _REACHED: Mapping[str, _Reached] = MappingProxyType(
     {
-        **dict.fromkeys(("h100", "h100-pcie", "h200", "gh200"), _HOPPER),
+        **dict.fromkeys(("h100", "h100-pcie", "gh200"), _HOPPER),
+        "h200": _H200,
         **dict.fromkeys(("a100", "a100-40gb"), _A100_REACHED),
         **dict.fromkeys(("mi250x", "mi300x", "mi325x"), _CDNA3),
         "l40s": _L40S,
@@ -96,9 +99,11 @@ class DeviceSpec:
             has. Needed only to plan for one that is not present.
         multiprocessors: How many an NVIDIA GPU has; decides what sums allocate, of
             which nothing is predicted where it is None.
-        matmul_efficiency: Share of `peak_flops` that matmuls and attention reach, by
-            its names; all of it for those that are missing.
-        bandwidth_efficiency: Share of `bandwidth_bytes_per_s` that kernels reach.
+        matmul_efficiency: Share of `peak_flops` that matmuls reach, by its names; all
+            of it for those that are missing. Other kernels of NVIDIA's GPUs reach less
+            of it, and of the next (`autosac.costs.kernels`).
+        bandwidth_efficiency: Share of `bandwidth_bytes_per_s` that pointwise kernels
+            reach.
         host_op_ms: Time in which the host issues one op of an eager step, Python and
             autograd included; 0.0 where the host is the device.
         time_error: The worst error, as a share, of published steps bound by their
@@ -145,7 +150,7 @@ class DeviceSpec:
 
     @property
     def achieved_bytes_per_s(self) -> float:
-        """What kernels reach of the peak rate of the memory."""
+        """What pointwise kernels reach of the peak rate of the memory."""
         return self.bandwidth_bytes_per_s * self.bandwidth_efficiency
 
     def allocated_bytes(self, num_bytes: int) -> int:

@@ -28,23 +28,23 @@ Array = npt.NDArray[np.float64]
 # One chip under several names reaches the same shares.
 CHIPS = {"h100": "hopper", "h200": "hopper", "a100": "ampere", "l40s": "ada"}
 CHIPS["mi325x"] = "cdna3"
+MEMORY = {"h200": "hbm3e"}  # The same chip before faster memory.
 _FITTED = ("bert", "t5", "llama")  # matmuls, attention and kernels bound by memory
 _NOT_FITTED = ("convnext", "focalnet", "regnet")
 _NAMES = {"float16": "half", "bfloat16": "half"}  # what a rate's share is called
 _NAMES |= {"tfloat32": "tfloat32", "float32": "float32"}
 _WHY_NOT = {
-    "convnext-large": "depthwise convolutions; cuDNN chooses kernels by the batch:"
-    " TensorFloat-32 on an H100 falls from 201 images/s at batch 64 to 157 at 160 and"
-    " is at 240 at 224",
-    "regnet-y-128gf": "grouped convolutions, likewise: 233 images/s at batch 80, 178 at"
-    " 136 (H100)",
-    "focalnet-base": "depthwise convolutions, and a loader of images",
+    "convnext-large": "cuDNN chooses kernels by the batch: TensorFloat-32 on an H100"
+    " falls from 201 images/s at batch 64 to 157 at 160 and is at 240 at 224",
+    "regnet-y-128gf": "likewise: 233 images/s at batch 80, 178 at 136 (H100)",
+    "focalnet-base": "a loader of images, besides",
     "resnet50": "no prediction: bound by its input, 2,682 images/s where the same"
     " source has 4,199 with a synthetic one (H100, batch 512)",
     "whisper-tiny": "no prediction: 1,000 samples/s on H100 and H200 at every batch,"
-    " several times the time of its kernels; bound by its input, it seems",
+    " where the step alone makes 1,380 on an H100 ([measured](gpu_published.md))",
 }
-_START = {"half": 0.5, "tfloat32": 0.35, "float32": 0.5, "memory": 0.7, "host": 0.03}
+_WAITING = 1.5
+_START = {"half": 0.76, "tfloat32": 0.54, "float32": 0.74, "memory": 0.95, "host": 0.03}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +57,8 @@ class Step:
         published_ms: What it took.
         device: The GPU as the script sets it up.
         ops: Its distinct ops: kernel, FLOPs, bytes and how many.
+        waits: Part of it was waiting for the host: it took less than `_WAITING` times
+            what a step of one sample did.
     """
 
     series: tuple[str, str]
@@ -64,6 +66,7 @@ class Step:
     published_ms: float
     device: DeviceSpec
     ops: list[tuple[Kernel, int, int, int]]
+    waits: bool
 
 
 def steps(records: Iterable[Record], models: tuple[str, ...] = _FITTED) -> list[Step]:
@@ -79,11 +82,15 @@ def steps(records: Iterable[Record], models: tuple[str, ...] = _FITTED) -> list[
 
 
 def _step(series: Record, point: Record) -> Step:
-    model, gpu = series["model"], series["gpu"]
+    published_ms = 1e3 * point["samples"] / point["samples_per_s"]
+    single_ms = [1e3 / p["samples_per_s"] for p in series["points"] if p["batch"] == 1]
+    waits = bool(single_ms) and published_ms < _WAITING * single_ms[0]
+    gpu = series["gpu"]
     return Step(
-        series=(model, gpu),
+        series=(series["model"], gpu),
         batch=point["batch"],
-        published_ms=1e3 * point["samples"] / point["samples_per_s"],
+        published_ms=published_ms,
+        waits=waits,
         device=device_spec(gpu),
         ops=[(Kernel(kind, rate), *sizes) for kind, rate, *sizes in point["ops"]],
     )
@@ -107,7 +114,7 @@ def kernels_ms(step: Step, values: dict[str, float]) -> float:
         matmul_efficiency={
             rate: values.get(f"{chip} {name}", 1.0) for rate, name in _NAMES.items()
         },
-        bandwidth_efficiency=values[f"{chip} memory"],
+        bandwidth_efficiency=values[_memory(step)],
     )
     return sum(
         count * kernel_ms(kernel, flops, nbytes, device)
@@ -118,9 +125,13 @@ def kernels_ms(step: Step, values: dict[str, float]) -> float:
 def fit(train: Sequence[Step]) -> dict[str, float]:
     """Parameters of least robust error; a series weighs as much as another one.
 
+    A step that waits for the host says how long that takes if it is of one sample; how
+    much of a larger one is waiting is not known, and it is left out.
+
     A weak pull to the start decides what steps do not tell apart: a single series
     says what matmuls and memory take together.
     """
+    train = [step for step in train if not step.waits or step.batch == 1]
     needed = {name for step in train for name in _used(step)}
     names = sorted(needed)
     start = np.log([_START[name.split()[-1]] for name in names])
@@ -142,8 +153,13 @@ def _used(step: Step) -> set[str]:
     if step.device.vendor == "amd":  # hipBLASLt did not use it
         rates = {"float32" if rate == "tfloat32" else rate for rate in rates}
     chip = CHIPS[step.series[1]]
-    names = {_NAMES[rate] for rate in rates if rate in _NAMES} | {"memory"}
-    return {"host", *(f"{chip} {name}" for name in names)}
+    names = {_NAMES[rate] for rate in rates if rate in _NAMES}
+    return {"host", _memory(step), *(f"{chip} {name}" for name in names)}
+
+
+def _memory(step: Step) -> str:
+    gpu = step.series[1]
+    return f"{MEMORY.get(gpu, CHIPS[gpu])} memory"
 
 
 def _series(some: Iterable[Step]) -> list[tuple[str, str]]:
@@ -182,7 +198,9 @@ def without_its_chip(all_steps: Sequence[Step]) -> list[float]:
         of_chip = [step for step in all_steps if CHIPS[step.series[1]] == chip]
         others = [step for step in all_steps if step not in of_chip]
         values = fit(others) if others else {}
-        values |= {f"{chip} {kind}": mean for kind, mean in _means(values).items()}
+        means = _means(values)
+        values |= {f"{chip} {kind}": mean for kind, mean in means.items()}
+        values |= {_memory(step): means["memory"] for step in of_chip if means}
         for step in of_chip:
             errors[id(step)] = _error(step, values)
     return [errors[id(step)] for step in all_steps]
@@ -213,7 +231,7 @@ def write(records: Sequence[Record], folder: Path) -> None:
         lines.append(f"| mean {kind} | {mean:.2f} | |")
     lines += ["", "| fitted without | bound by | GPU | steps | median error | worst |"]
     lines.append("| --- | --- | --- | ---: | ---: | ---: |")
-    of_host = [kernels_ms(s, values) < host_ms(s, values) for s in all_steps]
+    of_host = [s.waits or kernels_ms(s, values) < host_ms(s, values) for s in all_steps]
     left_out = {"the step": by_row, "its series": by_series}
     left_out["its chip"] = without_its_chip(all_steps)
     for name, errors in left_out.items():
@@ -241,9 +259,8 @@ def _others(some: Sequence[Step], values: dict[str, float]) -> list[str]:
     """Steps that are not fitted, predicted by parameters of those that are."""
     lines = [
         "",
-        "Not fitted, as other things decide their times; a convolution is taken",
+        "Not fitted, as much of their time is of convolutions, with the shares above:",
     ]
-    lines[-1] += " for a matmul:"
     lines += ["", "| model | GPU | steps | median error | worst |"]
     lines.append("| --- | --- | ---: | ---: | ---: |")
     for model, gpu in _series(some):
@@ -282,8 +299,10 @@ def _percent(share: float) -> str:
 _ABOUT = """\
 Steps that others measured (sources: `figures.json`, [the table of
 memory](published.md)), of models that consist of matmuls, attention and kernels bound
-by memory. Parameters are shares of the data sheet's rates; `autosac/devices/specs.py`
-has them rounded. Errors are of predicted times, with parameters fitted without the
+by memory. Parameters are shares of the data sheet's rates that matmuls and pointwise
+kernels reach; other kernels reach less by ratios measured on one H100
+(`autosac/costs/kernels.py`), on AMD's GPUs as much. `autosac/devices/specs.py` has them
+rounded. Errors are of predicted times, with parameters fitted without the
 step, of which other batches stay, or without its series, so that only other models on
 this chip, or the model on its sister, say what it reaches. A series that is the only
 one of its precision on its chip cannot be left out. Steps of one sample are bound by
