@@ -261,7 +261,7 @@ def test_a_choice_that_breaks_the_budget_by_a_block_moves_to_a_unit_that_is_alik
     chooser = (step := _profile("wide gpt", "h100 bf16").traced()).chooser
     blocks = [u for u in step.units.candidates if u.fqn in ("blocks.0", "blocks.2")]
     first, last = blocks
-    policy = trade_off(first, step.fronts[first.key]).policies[0]
+    policy = trade_off(first, step.fronts[first.key]).policies[1]
     choice, budget = {last: policy}, chooser.true_peak_bytes({first: policy})
     assert chooser.simulated_peak_bytes(choice) < budget
     assert budget < chooser.true_peak_bytes(choice)
