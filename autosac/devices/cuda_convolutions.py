@@ -7,7 +7,10 @@ take channels last: of tensors that lie otherwise it makes copies in its workspa
 all channels in multiples of 8 (NVIDIA, "Convolutional Layers User's Guide": tensor
 layouts; "Tensor Core Requirements"). That is an estimate: which kernel runs, and what
 else it asks for, cuDNN's heuristics decide at run time. Depthwise convolutions of
-tensors that lie channels first run in PyTorch's own kernels, without any.
+tensors that lie channels first run in PyTorch's own kernels, without any. What those of
+channels last take, and padding, are as an H100 was seen to (cuDNN 9.19,
+``benchmarks/results/gpu_published.json``). The gradient of a bias is a sum
+(`convolution_backward` in aten/src/ATen/native/Convolution.cpp).
 
 Held against published figures (docs/gpus.md) ResNet-50, ConvNeXt-L and Whisper are
 predicted within 1 % in the median.
@@ -22,34 +25,70 @@ from typing import Any
 import torch
 
 from autosac import _compat
+from autosac.devices import cuda_reductions
+from autosac.devices.specs import DeviceSpec
 from autosac.quantities import rounded_up
 
 _CHANNELS = 8  # in multiples of which tensor cores work
 _HALF = (torch.float16, torch.bfloat16)
+_FEW_CHANNELS = 4  # to which images of fewer are padded
+_PARTS = 8  # in which an image's share of a depthwise weight's gradient is summed
 _SUM_BYTES = 4  # of each element of a weight's gradient, which adds up in float32
 
 
-def _forward(given: dict[str, Any]) -> list[int]:
+def _forward(given: dict[str, Any], device: DeviceSpec) -> list[int]:
+    del device
     images, weight = given["input"], given["weight"]
     wished = _format(images, weight)
     copies = _copied(wished, images, weight)
     if not _transposes(given, wished):
-        return copies
+        return [*copies, *_padded(given, wished)]
     out = _out_shape(given)
     moved = [_last(images.shape), _last(out), _last(weight.shape)]
     return [*copies, images.element_size() * sum(moved)]
 
 
-def _backward(given: dict[str, Any]) -> list[int]:
-    """Gradients of input and weight one after the other: each takes as much."""
+def _backward(given: dict[str, Any], device: DeviceSpec) -> list[int]:
+    """Gradients of input and weight one after the other, then the sum for the bias."""
     grad, images, weight = given["grad_output"], given["input"], given["weight"]
     wished = _format(images, weight)
-    copies = _copied(wished, grad, images, weight)
-    if not _transposes(given, wished):
-        return copies
-    moved = [_last(images.shape), _last(grad.shape), _last(weight.shape)]
-    summed = _SUM_BYTES * _last(weight.shape)
-    return [*copies, images.element_size() * sum(moved) + summed]
+    blocks = _copied(wished, grad, images, weight)
+    if _transposes(given, wished):
+        moved = [_last(images.shape), _last(grad.shape), _last(weight.shape)]
+        summed = _SUM_BYTES * _last(weight.shape)
+        blocks.append(images.element_size() * sum(moved) + summed)
+    else:
+        blocks += _padded(given, wished) + _partial(given, wished)
+    bias = []
+    if given["output_mask"][2]:
+        dims = [0, *range(2, grad.dim())]
+        bias = cuda_reductions.workspace_bytes(grad, dims, device)
+    return max(blocks, bias, key=sum)
+
+
+def _padded(given: dict[str, Any], wished: torch.memory_format) -> list[int]:
+    """The copy of images of few channels, such as red, green and blue, with more."""
+    images = given["input"]
+    rows, channels, *size = images.shape
+    if wished == torch.contiguous_format or images.dtype not in _HALF:
+        return []
+    if given["groups"] != 1 or channels >= _FEW_CHANNELS:
+        return []
+    return [rows * _FEW_CHANNELS * math.prod(size) * images.element_size()]
+
+
+def _partial(given: dict[str, Any], wished: torch.memory_format) -> list[int]:
+    """Parts of the gradient of a depthwise weight in half types."""
+    images, weight = given["input"], given["weight"]
+    if wished == torch.contiguous_format or images.dtype not in _HALF:
+        return []
+    if not _is_depthwise(given):
+        return []
+    return [images.shape[0] * weight.numel() * _PARTS * _SUM_BYTES]
+
+
+def _is_depthwise(given: dict[str, Any]) -> bool:
+    return bool(given["groups"] > 1 and given["groups"] == given["input"].shape[1])
 
 
 def _format(images: torch.Tensor, weight: torch.Tensor) -> torch.memory_format:
@@ -73,12 +112,10 @@ def _copied(wished: torch.memory_format, *tensors: torch.Tensor) -> list[int]:
 
 def _transposes(given: dict[str, Any], wished: torch.memory_format) -> bool:
     """Whether cuDNN works on copies that lie channels last."""
-    images = given["input"]
-    is_depthwise = given["groups"] > 1 and given["groups"] == images.shape[1]
     return (
-        images.dtype in _HALF
+        given["input"].dtype in _HALF
         and wished == torch.contiguous_format
-        and not is_depthwise
+        and not _is_depthwise(given)
         and torch.backends.cudnn.enabled
     )
 
@@ -113,7 +150,7 @@ def _of_dim(values: Sequence[int], dim: int) -> int:
     return values[dim] if dim < len(values) else values[0]
 
 
-FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
+FORMULAS: dict[str, Callable[[dict[str, Any], DeviceSpec], list[int]]] = {
     "aten.convolution.default": _forward,
     "aten.convolution_backward.default": _backward,
 }

@@ -36,10 +36,10 @@ _BLAS = frozenset(
         "_euclidean_dist.default",
     )
 )
-_SUMS = frozenset(
+_SUMS = [
     f"aten.{name}"
     for name in ("sum.dim_IntList", "sum.default", "mean.dim", "mean.default")
-)
+]
 _HALF = (torch.float16, torch.bfloat16)
 
 
@@ -68,16 +68,16 @@ def op_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: DeviceSpec
 ) -> int:
     """Bytes that a call allocates and frees inside its kernel; 0 if none is known."""
-    name, formula = str(func), _FORMULAS.get(str(func))
-    if device.vendor == "nvidia":
-        formula = formula or cuda_convolutions.FORMULAS.get(name)
-        if name in _SUMS:
-            formula = functools.partial(cuda_reductions.of_sum, device=device)
-    if formula is None:
+    name = str(func)
+    own = _ON_NVIDIA.get(name) if device.vendor == "nvidia" else None
+    formula = _FORMULAS.get(name)
+    if own is None and formula is None:
         return 0
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    return sum(device.allocated_bytes(nbytes) for nbytes in formula(given))
+    blocks = own(given, device) if own else []
+    blocks += formula(given) if formula else []
+    return sum(device.allocated_bytes(nbytes) for nbytes in blocks)
 
 
 def _rounded(number: int, multiple: int) -> int:
@@ -180,6 +180,39 @@ def _copies(*names: str) -> Callable[[dict[str, Any]], list[int]]:
     return copies
 
 
+def _softmax_backward(given: dict[str, Any]) -> list[int]:
+    """`softmax_backward_cuda_out` in cuda/SoftMax.cu.
+
+    The products of gradient and result, and contiguous copies of these and the result.
+    """
+    grad, output = given["grad_output"], given["output"]
+    dtype = torch.promote_types(grad.dtype, output.dtype)
+    products = grad.numel() * dtype.itemsize
+    if output.is_contiguous():
+        return [products]
+    moved = [] if grad.is_contiguous() else [products]
+    return [products, *moved, output.nbytes]
+
+
+def _layer_norm_backward(given: dict[str, Any], device: DeviceSpec) -> list[int]:
+    """`LaunchGammaBetaBackwardCUDAKernel` in cuda/layer_norm_kernel.cu.
+
+    Many short rows are summed in parts, each for a block of 32 rows or more.
+    """
+    width = math.prod(given["normalized_shape"])
+    rows = given["input"].numel() // max(width, 1)
+    if device.multiprocessors is None or rows <= 65536:
+        return []
+    if width // 32 >= device.multiprocessors // 2:
+        return []
+    parts = min(32768 // math.ceil(width / 32), math.ceil(rows / 32))
+    dtype = given["input"].dtype
+    partial = torch.empty(parts, width, dtype=dtype, device="meta")
+    wanted = sum(given["output_mask"][1:])
+    summing = cuda_reductions.workspace_bytes(partial, [0], device) if wanted else []
+    return [partial.nbytes] * wanted + summing
+
+
 def _foreach_norm(given: dict[str, Any]) -> list[int]:
     """`foreach_tensor_norm_cuda` in cuda/ForeachReduceOp.cu: chunks of 65536."""
     tensors = given["self"]
@@ -201,7 +234,14 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     "aten.native_layer_norm.default": _copies("input"),
     "aten.native_layer_norm_backward.default": _copies("grad_out", "input"),
     "aten._softmax.default": _copies("self"),
-    "aten._softmax_backward_data.default": _copies("grad_output", "output"),
+    "aten._softmax_backward_data.default": _softmax_backward,
     "aten._log_softmax.default": _copies("self"),
     "aten._log_softmax_backward_data.default": _copies("grad_output", "output"),
+}
+
+# On NVIDIA's GPUs, besides.
+_ON_NVIDIA: dict[str, Callable[[dict[str, Any], DeviceSpec], list[int]]] = {
+    **dict.fromkeys(_SUMS, cuda_reductions.of_sum),
+    **cuda_convolutions.FORMULAS,
+    "aten.native_layer_norm_backward.default": _layer_norm_backward,
 }

@@ -5,8 +5,8 @@ from autosac.devices.cuda_workspaces import op_bytes
 from autosac.devices.specs import device_spec
 
 aten = torch.ops.aten
-A100, MI300X = device_spec("a100"), device_spec("mi300x")
-HALF = torch.float16
+A100, MI300X, H100 = (device_spec(name) for name in ("a100", "mi300x", "h100"))
+HALF, MIB = torch.float16, 2**20
 
 
 def meta(*shape, dtype=torch.float32):
@@ -40,12 +40,88 @@ def test_softmax_copies_what_is_not_contiguous(name):
     rows, moved = meta(8, 16, 32), meta(8, 32, 16).transpose(1, 2)
     forward = getattr(aten, f"_{name}").default
     backward = getattr(aten, f"_{name}_backward_data").default
+    nbytes = 8 * 16 * 32 * 4
+    # The products of gradient and result come first, but for logarithms.
+    products = nbytes if name == "softmax" else 0
 
     for x, copies in ((rows, 0), (moved, 1)):
-        nbytes = 8 * 16 * 32 * 4
         assert op_bytes(forward, (x, -1, False), {}, A100) == copies * nbytes
         args = (x, x, -1, torch.float32)
-        assert op_bytes(backward, args, {}, A100) == 2 * copies * nbytes
+        assert op_bytes(backward, args, {}, A100) == 2 * copies * nbytes + products
+
+
+# --- what the allocator of an H100 counted inside ops (torch 2.11, cuDNN 9.19) --------
+
+
+def test_softmax_backward_takes_the_products_that_it_sums():
+    scores = meta(8, 8, 1024, 1024)
+    args = (scores, scores, -1, torch.float32)
+
+    predicted = op_bytes(aten._softmax_backward_data.default, args, {}, H100)
+
+    assert predicted == 256 * MIB  # T5, batch 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "width", "counted_mib"),
+    [(200704, 192, 17.4), (84000, 384, 16.6), (120000, 384, 16.3), (32768, 768, 0)],
+)
+def test_norms_of_many_short_rows_sum_parts_of_their_weights_gradients(
+    rows, width, counted_mib
+):
+    x, statistics = meta(rows, width), meta(rows, 1)
+    weights = meta(width), meta(width)
+    args = (x, x, [width], statistics, statistics, *weights, [True] * 3)
+
+    predicted = op_bytes(aten.native_layer_norm_backward.default, args, {}, H100)
+
+    assert counted_mib - 2 < predicted / MIB <= counted_mib
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "has_bias", "moves_gradient", "counted_mib"),
+    [
+        # ConvNeXt-L, batches of 64 and 256
+        ((64, 1536, 7, 7), 7, True, False, 148.0),
+        ((64, 768, 14, 14), 7, True, False, 74.5),
+        ((64, 384, 28, 28), 7, True, False, 132.1),
+        ((256, 1536, 7, 7), 7, True, False, 588.0),
+        ((256, 768, 14, 14), 7, True, False, 294.0),
+        ((256, 384, 28, 28), 7, True, False, 148.0),
+        # FocalNet
+        ((64, 1024, 7, 7), 7, False, True, 104.2),
+        ((64, 512, 14, 14), 7, False, True, 61.3),
+        ((64, 1024, 7, 7), 5, False, False, 50.0),
+        ((64, 128, 56, 56), 3, False, True, 52.2),
+    ],
+)
+def test_depthwise_gradients_of_channels_last_are_summed_in_parts(
+    shape, kernel, has_bias, moves_gradient, counted_mib
+):
+    images = meta(*shape, dtype=HALF).to(memory_format=torch.channels_last)
+    grad = images.contiguous() if moves_gradient else images
+    channels = shape[1]
+    tail = ([1, 1], [kernel // 2] * 2, [1, 1], False, [0, 0], channels)
+    args = (grad, images, meta(channels, 1, kernel, kernel, dtype=HALF), [channels])
+    mask = [True, True, has_bias]
+
+    name = aten.convolution_backward.default
+    predicted = op_bytes(name, (*args, *tail, mask), {}, H100)
+
+    assert counted_mib - 1.1 < predicted / MIB <= counted_mib
+
+
+@pytest.mark.parametrize("device", [H100, MI300X], ids=lambda spec: spec.name)
+def test_images_of_three_colours_that_lie_channels_last_are_padded(device):
+    images = meta(248, 3, 224, 224, dtype=HALF).to(memory_format=torch.channels_last)
+    weight = meta(64, 3, 7, 7, dtype=HALF).to(memory_format=torch.channels_last)
+    tail = ([2, 2], [3, 3], [1, 1], False, [0, 0], 1)
+
+    name = aten.convolution.default
+    predicted = op_bytes(name, (images, weight, None, *tail), {}, device)
+
+    counted_mib = 95.0 if device is H100 else 0  # ResNet-50; MIOpen is not modelled
+    assert predicted / MIB == pytest.approx(counted_mib, abs=0.1)
 
 
 # --- convolutions -------------------------------------------------------------------
