@@ -168,8 +168,8 @@ def _group_norm(given: dict[str, Any]) -> list[int]:
 def _copies(*names: str) -> Callable[[dict[str, Any]], list[int]]:
     """Arguments that a kernel copies unless they are contiguous.
 
-    `layer_norm_cuda` and `layer_norm_backward_cuda` in cuda/layer_norm_kernel.cu
-    (`expect_contiguous`); `host_softmax` and `host_softmax_backward` in
+    `layer_norm_cuda`, `_fused_rms_norm_cuda` and their backward passes in
+    cuda/layer_norm_kernel.cu (`expect_contiguous`); `host_softmax` and `host_softmax_backward` in
     cuda/SoftMax.cu.
     """
 
@@ -194,7 +194,7 @@ def _softmax_backward(given: dict[str, Any]) -> list[int]:
     return [products, *moved, output.nbytes]
 
 
-def _layer_norm_backward(given: dict[str, Any], device: DeviceSpec) -> list[int]:
+def _norm_backward(given: dict[str, Any], device: DeviceSpec) -> list[int]:
     """`LaunchGammaBetaBackwardCUDAKernel` in cuda/layer_norm_kernel.cu.
 
     Many short rows are summed in parts, each for a block of 32 rows or more.
@@ -233,6 +233,8 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     "aten._foreach_norm.Scalar": _foreach_norm,
     "aten.native_layer_norm.default": _copies("input"),
     "aten.native_layer_norm_backward.default": _copies("grad_out", "input"),
+    "aten._fused_rms_norm.default": _copies("input"),
+    "aten._fused_rms_norm_backward.default": _copies("grad_out", "input"),
     "aten._softmax.default": _copies("self"),
     "aten._softmax_backward_data.default": _softmax_backward,
     "aten._log_softmax.default": _copies("self"),
@@ -243,5 +245,6 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
 _ON_NVIDIA: dict[str, Callable[[dict[str, Any], DeviceSpec], list[int]]] = {
     **dict.fromkeys(_SUMS, cuda_reductions.of_sum),
     **cuda_convolutions.FORMULAS,
-    "aten.native_layer_norm_backward.default": _layer_norm_backward,
+    "aten.native_layer_norm_backward.default": _norm_backward,
+    "aten._fused_rms_norm_backward.default": _norm_backward,
 }

@@ -76,6 +76,10 @@ def test_norms_of_many_short_rows_sum_parts_of_their_weights_gradients(
     predicted = op_bytes(aten.native_layer_norm_backward.default, args, {}, H100)
 
     assert counted_mib - 2 < predicted / MIB <= counted_mib
+    # That of RMS norm, of one weight, is the same kernel.
+    args = (x, x, [width], statistics, weights[0], [True] * 2)
+    rms = op_bytes(aten._fused_rms_norm_backward.default, args, {}, H100)
+    assert predicted / 2 <= rms <= predicted
 
 
 @pytest.mark.parametrize(
