@@ -25,6 +25,10 @@ GROUP_NORM_TAKES_CHANNELS_LAST = TORCH_VERSION >= (2, 15)
 # them without `enable_gqa` (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
 EFFICIENT_ATTENTION_HAS_GQA = TORCH_VERSION >= (2, 14)
 
+# Whether cuDNN runs attention only with dropout in sixteenths (`check_cudnn_dropout` in
+# sdp_utils.cpp; pytorch/pytorch#174245). An H100 ran it with 0.1 under torch 2.11.
+CUDNN_DROPOUT_IN_SIXTEENTHS = TORCH_VERSION >= (2, 12)
+
 # cuDNN of PyTorch's CUDA wheels, by what they require (nvidia-cudnn-cu12 or -cu13).
 _WHEEL_CUDNN = {10: 91002, 11: 91900, 12: 92000, 13: 92000, 14: 92400, 15: 92600}
 WHEEL_CUDNN = _WHEEL_CUDNN.get(TORCH_VERSION[1], max(_WHEEL_CUDNN.values()))

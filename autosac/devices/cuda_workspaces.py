@@ -106,6 +106,21 @@ def _flash_backward(given: dict[str, Any]) -> list[int]:
     return sizes
 
 
+def _cudnn_backward(given: dict[str, Any]) -> list[int]:
+    """What cuDNN 9.19 took on an H100 (``benchmarks/results/gpu_published.json``).
+
+    One block of float32: the queries' gradient and the row sums of ``dP * P``; with
+    fewer key heads it is taken to expand their gradients, as flash attention does.
+    """
+    query, key = given["query"], given["key"]
+    batch, heads, length, width = query.shape
+    sizes = [4 * batch * heads * length * (width + 1)]
+    if key.shape[1] != heads:
+        expanded = batch * heads * key.shape[2] * width * key.element_size()
+        sizes += [expanded, expanded]
+    return sizes
+
+
 def _is_length_major(tensor: torch.Tensor) -> bool:
     """Whether (batch, head, length, width) lies as (batch, length, head, width)."""
     step = 1
@@ -169,8 +184,8 @@ def _copies(*names: str) -> Callable[[dict[str, Any]], list[int]]:
     """Arguments that a kernel copies unless they are contiguous.
 
     `layer_norm_cuda`, `_fused_rms_norm_cuda` and their backward passes in
-    cuda/layer_norm_kernel.cu (`expect_contiguous`); `host_softmax` and `host_softmax_backward` in
-    cuda/SoftMax.cu.
+    cuda/layer_norm_kernel.cu (`expect_contiguous`); `host_softmax` and
+    `host_softmax_backward` in cuda/SoftMax.cu.
     """
 
     def copies(given: dict[str, Any]) -> list[int]:
@@ -222,8 +237,7 @@ def _foreach_norm(given: dict[str, Any]) -> list[int]:
 
 _FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     "aten._scaled_dot_product_flash_attention_backward.default": _flash_backward,
-    # cuDNN does not say; it accumulates the same gradient in float32.
-    "aten._scaled_dot_product_cudnn_attention_backward.default": _flash_backward,
+    "aten._scaled_dot_product_cudnn_attention_backward.default": _cudnn_backward,
     "aten._scaled_dot_product_efficient_attention_backward.default": (
         _efficient_backward
     ),

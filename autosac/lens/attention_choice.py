@@ -191,6 +191,7 @@ def _cudnn(call: Call, device: DeviceSpec) -> bool:
         and (call.mask is None or call.mask.dim() in (2, 4))
         and (call.mask is None or not call.mask.requires_grad)
         and (call.dropout_p * 16).is_integer()
+        >= _compat_gpu.CUDNN_DROPOUT_IN_SIXTEENTHS
         and (no_dropout or not 91100 < version < 91400)
         and max(query.shape[:2]) <= _CUDNN_MOST_BATCH_OR_HEADS
         and query.shape[-1] % 8 == 0

@@ -63,6 +63,25 @@ def test_softmax_backward_takes_the_products_that_it_sums():
 
 
 @pytest.mark.parametrize(
+    ("shape", "counted"),
+    [
+        ((48, 12, 512, 64), 76_677_632),
+        ((104, 12, 512, 64), 166_134_272),
+        ((56, 6, 1500, 64), 131_040_256),
+        ((80, 6, 1500, 64), 187_200_512),
+    ],
+)
+def test_cudnn_attention_sums_the_queries_gradient_in_float32(shape, counted):
+    heads = meta(*shape, dtype=HALF)
+    sums = meta(*shape[:3], 1)
+    args = (heads, heads, heads, heads, heads, sums, None, None, None, None, None)
+    args += (shape[2], shape[2], 0.0, False)
+
+    name = aten._scaled_dot_product_cudnn_attention_backward.default
+    assert counted - 512 <= op_bytes(name, args, {}, H100) <= counted
+
+
+@pytest.mark.parametrize(
     ("rows", "width", "counted_mib"),
     [(200704, 192, 17.4), (84000, 384, 16.6), (120000, 384, 16.3), (32768, 768, 0)],
 )

@@ -187,7 +187,12 @@ def test_falls_back_to_math(options):
         (91501, {"device": H100}, CUDNN),
         (91501, {"device": H100, "mask": True}, CUDNN),
         (91501, {"device": H100, "mask": "learned"}, EFFICIENT),
-        (91501, {"device": H100, "dropout_p": 0.1}, FLASH),  # not a multiple of 1/16
+        (91501, {"device": H100, "dropout_p": 0.125}, CUDNN),
+        (
+            91501,
+            {"device": H100, "dropout_p": 0.1},
+            FLASH if _compat_gpu.CUDNN_DROPOUT_IN_SIXTEENTHS else CUDNN,
+        ),
         (91501, {"device": H100, "widths": (256, 256)}, FLASH),
         (92300, {"device": H100, "widths": (256, 256)}, CUDNN),
         (92300, {"device": H100, "dtype": FLOAT32}, EFFICIENT),
