@@ -243,6 +243,14 @@ class Simulator:
             return self
         return self.resized(self.block_bytes({}))
 
+    def in_blocks_of(self, chosen: Mapping[Unit, Policy]) -> Simulator:
+        """Likewise, with blocks as they are under a plan.
+
+        What is allocated without that plan alone is as large as in the plain step.
+        """
+        plain, own = self.block_bytes({}), self.block_bytes(chosen)
+        return self.resized(np.where(own > 0, own, plain))
+
     @cached_property
     def requested_bytes(self) -> IntArray:
         """Sizes of all that the plain step allocates.

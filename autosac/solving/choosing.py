@@ -10,8 +10,8 @@ from functools import cached_property
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solvers.milp.solution import Backend
-from autosac.solving.correcting import MOST_WORK, Search
-from autosac.solving.formulation import Formulation
+from autosac.solving.correcting import MOST_WORK, SMALL_GAP, Search
+from autosac.solving.formulation import Formulation, formulate
 from autosac.solving.incumbents import Incumbents
 from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.rules_of_thumb import Choice
@@ -21,6 +21,9 @@ from autosac.solving.step_model import Floor, StepModel
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _FLOOR_MENDS = 8  # of making it a little lower
 _FEW_MENDS = 4  # of a second search
+_OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one
+_OWN_WORK = MOST_WORK // 2
+_OWN_MENDS = 6
 _WIDE_GAP = 0.05  # that is worth some seconds
 _NEAR_FLOOR = 2**-7  # of the least peak
 _MANY_POINTS = 5000  # of a step with offload, whose least peak is then proven to
@@ -113,21 +116,53 @@ class Chooser(StepModel):
 
     def _close_wide_gap(self, search: Search) -> None:
         """Look elsewhere for a cheaper choice, where an allocator decides what fits."""
-        if search.is_settled(_WIDE_GAP) or self._usual is None:
+        if self._usual is not None:
+            self._search_in_own_blocks(search)
+        search.look_one_by_one()
+        if search.is_within(_WIDE_GAP) or self._usual is None:
             return
         if self._in_usual_blocks is not None:
-            budget_bytes, options = search.budget_bytes, search.options
-            other = Search(self._in_usual_blocks, budget_bytes, options, None)
-            other.work_left = MOST_WORK // _FLOOR_ROUNDS
-            other.mends_left = _FEW_MENDS
-            other.offer(search.choice)
-            other.run()
-            search.offer(other.choice)
+            other = self._second_search(self._in_usual_blocks, search)
             if other.is_settled(_WIDE_GAP):
                 return  # nothing is cheaper unless blocks happen to suit it
-        if search.choice is not None and not search.is_settled(_WIDE_GAP):
+        if search.choice is not None and not search.is_within(_WIDE_GAP):
             search.offer(self.anneal(search.choice, search.budget_bytes))
             search.offer(self.spend(search.choice, search.budget_bytes))
+
+    def _search_in_own_blocks(self, search: Search) -> None:
+        """Search once more in blocks that are as large as under the best choice.
+
+        Its predicted peak is then the true one. What that search proves holds for all
+        choices of which no block is fuller.
+        """
+        for _ in range(_OWN_BLOCKS):
+            best = search.choice
+            if best is None or search.is_within(SMALL_GAP):
+                return
+            known = self._formulation
+            in_blocks = self._simulator.in_blocks_of(best)
+            formulation = formulate(in_blocks, known.units, known.curves)
+            chooser = Chooser(self._simulator, formulation, self._incumbents)
+            other = self._second_search(chooser, search, _OWN_WORK, _OWN_MENDS)
+            if search.choice is best:
+                search.bound_ms = max(search.bound_ms, other.bound_ms)
+                return
+
+    def _second_search(
+        self,
+        chooser: Chooser,
+        search: Search,
+        most_work: int = MOST_WORK // _FLOOR_ROUNDS,
+        most_mends: int = _FEW_MENDS,
+    ) -> Search:
+        """Search with another MILP for what is cheaper than the choice of a search."""
+        other = Search(chooser, search.budget_bytes, search.options, None)
+        other.work_left = most_work
+        other.mends_left = most_mends
+        other.offer(search.choice)
+        other.run()
+        search.offer(other.choice)
+        return other
 
     def lowest(self, backend: Backend = "highs") -> Choice:
         """The choice of least true peak, found once for all budgets."""

@@ -33,8 +33,9 @@ from autosac.step.tape import IntArray
 _ROUNDS = 6  # of moving the rows
 MOST_WORK = 6_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
+_ENOUGH = 1.5  # times what the first one leaves: less finds no other mixture
 _MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
-_SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
+SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 
 
@@ -66,6 +67,7 @@ class Search:
     _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
     _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
     _is_feasible: bool = False  # as far as the MILP's relaxation can tell
+    _lowest: IntArray | None = None  # rows whose bound holds
     _last_rows: tuple[int, ...] = ()  # of the last solve: positions
     _understated: IntArray | None = None  # memory of the last mixture that broke it
     _rows: Rows = field(init=False)
@@ -137,11 +139,16 @@ class Search:
             self.offer(
                 self.chooser.relink(self.choice, self._breaking, self.budget_bytes)
             )
-            if lowest is not None and self.bound_ms < self.time_ms * (1 - _SMALL_GAP):
-                self._look_one_by_one(lowest)
+            self._lowest = lowest
 
-    def _look_one_by_one(self, raised: IntArray) -> None:
-        """Look at what takes less than the best choice, as the bound of rows allows."""
+    def look_one_by_one(self) -> None:
+        """Look at what takes less than the best choice that fits, after `run`.
+
+        If the gap is not small, and a choice broke the budget.
+        """
+        if self._lowest is None or self.is_within(SMALL_GAP):
+            return
+        raised = self._lowest
         looking = self.chooser.one_by_one(self.budget_bytes, raised, self.options)
         looking.bound_ms = self.bound_ms
         cheaper = looking.cheapest(self.time_ms)
@@ -216,7 +223,8 @@ class Search:
         theirs. Where it does not, it finds the same mixture again and again.
         """
         understated, self._understated = self._understated, None
-        if understated is None or self.is_settled(_SMALL_GAP):
+        is_spent = self.work_left < MOST_WORK * (1.0 - _FIRST_SHARE) * _ENOUGH
+        if understated is None or is_spent or self.is_settled(SMALL_GAP):
             return None
         higher = np.maximum(raised, understated)
         return None if (higher == raised).all() else higher
@@ -226,6 +234,10 @@ class Search:
         least_ms = max(self.bound_ms, self._breaking_ms)
         gap = max(gap, self.options.relative_gap)
         return self.time_ms - least_ms <= gap * self.time_ms
+
+    def is_within(self, gap: float) -> bool:
+        """Whether the best choice that fits is proven to be this close to the least."""
+        return self.time_ms - self.bound_ms <= gap * self.time_ms
 
     def _excess(self, choice: Choice) -> int:
         """True peak above the budget."""

@@ -45,6 +45,7 @@ from .table import Floats, Table
 
 MIB = 2**20  # coefficients of (3) in MiB stay within row tolerances
 _WHOLE = 1e-6  # what an integer may be off
+Cuts = Mapping[int, Collection[int]]  # points of units, by shape
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
 
 
@@ -68,6 +69,7 @@ class CountModel:
         least_using: What choices take at least that use a point of a unit, see
             `surrogate`,
         limit_ms: and what they may take.
+        cuts: Points after which a segment must end, by the unit's shape.
 
     Attributes:
         model: The PuLP model.
@@ -92,8 +94,10 @@ class CountModel:
         tolerance_ms: float = math.inf,
         least_using: Mapping[int, Floats] | None = None,
         limit_ms: float = math.inf,
+        cuts: Cuts | None = None,
     ) -> None:
         self.model = pulp_runner.Model("counts")
+        self._cuts = cuts or {}
         self._least_using = least_using or {}
         self._limit_ms = limit_ms
         self._table = table
@@ -163,6 +167,32 @@ class CountModel:
                 return True
         return False
 
+    def mixtures(self) -> Cuts:
+        """Where the solution mixes points: by shape, the last ones before mixtures.
+
+        A mixture takes no less memory than its points only where rows follow times. A
+        segment that ends there has no such mixture.
+        """
+        places: dict[int, set[int]] = {}
+        for shape, vertices, variables in self._segments:
+            place = _mean(vertices, variables)
+            if place is not None:
+                last = min(int(place), vertices[-1] - 1)
+                places.setdefault(shape, set()).add(last)
+        for c in self.unit_counts:
+            u = self.classes.members[c][0]
+            first, stop = self._table.first[u : u + 2]
+            own = [j for j in range(first, stop) if j in self.point_counts]
+            ratios = [self._table.problem.units[u].points[j - first].ratio for j in own]
+            ratio = _mean(ratios, [self.point_counts[j] for j in own])
+            segments = self._table.segments(u, self._complete_ms(u))
+            if ratio is None or segments is None:
+                continue
+            last = int(segments.along.searchsorted(ratio)) - 1
+            if 0 <= last < len(segments.along) - 1:
+                places.setdefault(self._table.shapes[u], set()).add(last)
+        return places
+
     def prices(self) -> list[float]:
         """What a byte of the budget saves at each row, in the objective's unit.
 
@@ -195,6 +225,7 @@ class CountModel:
         self.unit_counts: dict[int, pulp.LpVariable] = {}
         self.point_counts: dict[int, pulp.LpVariable] = {}
         self._between: list[tuple[pulp.LpVariable, int, float, float]] = []
+        self._segments: list[tuple[int, list[int], list[pulp.LpVariable]]] = []
         for c, members in enumerate(self.classes.members):
             first, size = members[0], len(members)
             if first not in units:
@@ -244,13 +275,16 @@ class CountModel:
         segments = self._table.segments(u, limit_ms)
         if segments is None:
             return []
+        shape = self._table.shapes[u]
         own = segments.between(self._surcharges[columns]) + segments.times
         own -= segments.between(self._table.times[columns])
         if using_ms is not None:
             own[using_ms[: len(own)] > self._limit_ms] = math.inf
         kept = np.flatnonzero(own <= self._room_ms)
         terms = []
-        for n, vertices in enumerate(segments.vertices(kept, self._tolerance_ms)):
+        cuts = self._cuts.get(shape, ())
+        parts = segments.vertices(kept, self._tolerance_ms, cuts)
+        for n, vertices in enumerate(parts):
             category = pulp.LpInteger if len(vertices) == 1 else pulp.LpContinuous
             points = []
             for v in vertices:
@@ -263,6 +297,7 @@ class CountModel:
                 self._between.append((b, column, share, float(segments.times[v])))
                 points.append((b, 1.0))
             if len(vertices) > 1:
+                self._segments.append((shape, vertices, [b for b, _ in points]))
                 name = f"s_{columns[0]:06d}_{n:05d}"
                 count = self.model.add_variable(name, 0, size, pulp.LpInteger)
                 self.model += pulp_runner.row([*points, (count, -1.0)]) == 0
@@ -488,6 +523,17 @@ class CountModel:
             c = of_class(member)
             most[c] = max(most.get(c, 0.0), float(count))
         return sorted(most.items())
+
+
+def _mean(
+    values: Sequence[float], variables: Sequence[pulp.LpVariable]
+) -> float | None:
+    """Mean of values, by what variables have beyond whole numbers; None if nothing."""
+    shares = np.array([variable.varValue or 0.0 for variable in variables])
+    shares -= np.floor(shares + _WHOLE)
+    if shares.sum() <= _WHOLE:
+        return None
+    return float(shares @ np.array(values) / shares.sum())
 
 
 def _name(hold: Held) -> str:

@@ -31,10 +31,11 @@ _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `pulp_runner.run`: a second or two
 # Where the gap is wide (`pulp_runner.WIDE_GAP`) a MILP may do so many times that work,
 _MORE_IF_WIDE = 2.5
+_MORE_ROUNDS_IF_WIDE = 1.5  # and all of them so many times
 _COARSER = 4.0  # and segments of points are so many times coarser if it has
 _MANY_INTEGERS = 1200
 _MOST_INTEGERS = 400  # of a MILP: larger ones take seconds and find little
-_SMALL_GAP = 0.02  # where that little is not worth the time
+SMALL_GAP = 0.02  # where that little is not worth the time
 _ANY_WORK = 2**50
 _LEAST_WORK = 150_000  # no MILP is built for less
 
@@ -95,6 +96,7 @@ class RowSearch:
         self._relaxed = 0.0  # optimum of the last LP relaxation, and what a column
         self._surcharges = np.zeros(len(table.times))  # costs beyond it at least
         self._least_using: dict[int, Floats] = {}  # points, a choice takes in all
+        self._cuts: dict[int, set[int]] = {}  # where segments must end, by shape
 
     def _solve(
         self,
@@ -125,6 +127,7 @@ class RowSearch:
                 tolerance_ms=tolerance_ms,
                 least_using=self._least_using,
                 limit_ms=limit_ms * (1.0 + NOISE),
+                cuts=self._cuts,
             )
         if start is not None:
             start.model, start.model_rows = model, list(self.rows)
@@ -234,14 +237,16 @@ class RowSearch:
         return math.isfinite(self._best)
 
     def _left(self) -> int:
-        """Work that may still be done."""
-        return self._most_work - self.work
+        """Work that may still be done: more of it where the gap is wide."""
+        is_wide = self._best - self.bound > pulp_runner.WIDE_GAP * self._best
+        more = _MORE_ROUNDS_IF_WIDE if is_wide or not self._has_best else 1.0
+        return int(more * self._most_work) - self.work
 
     def _is_too_large(self, model: CountModel) -> bool:
         """Whether a MILP is not worth its time; with a time limit, all are."""
         if self._ends is not None or not self._has_best:
             return False
-        if self._best - self.bound > _SMALL_GAP * self._best:
+        if self._best - self.bound > SMALL_GAP * self._best:
             return False
         return model.num_integers() > _MOST_INTEGERS
 

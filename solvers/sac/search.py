@@ -17,6 +17,7 @@ from .rows import (
     LP_ROUNDS,
     MOST_IN_VAIN,
     NOISE,
+    SMALL_GAP,
     TOLERANCE_BYTES,
     RowSearch,
 )
@@ -31,6 +32,7 @@ _RISE = 1e-4  # of a relaxation that new rows are worth,
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 64  # as a share of it
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
+_MOST_CUTS = 4  # of these where solutions mix points, as long as the gap is wide
 
 # Shares of the points of units; the time of a choice in ms.
 Finer = Callable[[Mapping[int, Floats]], float]
@@ -119,7 +121,7 @@ class Search(RowSearch):
         for gap in dict.fromkeys((max(wanted, _FIRST_GAP), wanted)):
             self._gap = gap
             for tolerance in (math.inf, *_TOLERANCES):
-                if not self._mix(budget_bytes, tolerance):
+                if not self._mix_and_cut(budget_bytes, tolerance):
                     break
             if not self._is_done() and not (self._has_best and self._is_late()):
                 ended = self._branch(budget_bytes)
@@ -244,6 +246,15 @@ class Search(RowSearch):
                 target -= max(excess, lowered)
                 lowered *= 4
 
+    def _mix_and_cut(self, budget_bytes: int, tolerance: float) -> bool:
+        """As `_mix`; again, with segments cut at mixtures, while the gap is wide."""
+        is_mixed = self._mix(budget_bytes, tolerance)
+        for _ in range(_MOST_CUTS if math.isfinite(tolerance) else 0):
+            if not is_mixed or self._is_done(gap=SMALL_GAP) or self._is_late():
+                break
+            is_mixed = self._mix(budget_bytes, tolerance)
+        return is_mixed
+
     def _mix(self, budget_bytes: int, tolerance: float) -> bool:
         """Solve MILPs in which points may be mixed: their bounds hold for finer curves.
 
@@ -276,6 +287,8 @@ class Search(RowSearch):
             is_refined = self._refine(model, weights, live, cap)
             # Positions that are no rows yet need no tolerance.
             if not is_refined and not self._add_rows(live, budget_bytes):
+                for shape, places in model.mixtures().items():
+                    self._cuts.setdefault(shape, set()).update(places)
                 return model.mixes_known()
         return False
 
@@ -312,12 +325,12 @@ class Search(RowSearch):
             return self._best
         return min(self._best, self.bound * (1.0 + share))
 
-    def _is_done(self, bound: float = 0.0) -> bool:
+    def _is_done(self, bound: float = 0.0, gap: float = 0.0) -> bool:
         """Whether the best choice is close enough to what is proven."""
         if not self._has_best:
             return False
         left_ms = self._best - max(self.bound, bound)
-        return left_ms <= (self._gap + NOISE) * self._best
+        return left_ms <= (max(self._gap, gap) + NOISE) * self._best
 
     @property
     def _interesting_ms(self) -> float:

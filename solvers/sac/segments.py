@@ -9,7 +9,7 @@ is in which segment a unit lies.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,20 +38,27 @@ class Segments:
     times: _Floats
     along: _Floats
 
-    def vertices(self, kept: _Ints, tolerance_ms: float) -> list[list[int]]:
+    def vertices(
+        self, kept: _Ints, tolerance_ms: float, cuts: Collection[int] = ()
+    ) -> list[list[int]]:
         """Cut some of the points into as few segments as a tolerance allows.
 
         Args:
             kept: Which points.
             tolerance_ms: How much faster a mixture that frees a little more than one
                 point of a segment may be than the next point.
+            cuts: Points after which a segment must end.
 
         Returns:
             Of each segment the points whose mixtures are below all others of it, its
             first and its last point among them.
         """
-        parts = _cut(self.along[kept], self.times[kept], tolerance_ms)
-        return [kept[vertices].tolist() for vertices in parts]
+        ends = kept.searchsorted(np.array(sorted(cuts), dtype=np.int64), side="right")
+        return [
+            part[vertices].tolist()
+            for part in np.split(kept, ends)
+            for vertices in _cut(self.along[part], self.times[part], tolerance_ms)
+        ]
 
     def between(self, values: _Floats) -> _Floats:
         """Values at all points, given those at the points of the MILP."""

@@ -24,7 +24,7 @@ from autosac.solvers.sac import (
     solve,
 )
 from autosac.solvers.sac.greedy import round_and_repair
-from autosac.solvers.sac.rows import _SMALL_GAP
+from autosac.solvers.sac.rows import SMALL_GAP
 from autosac.solvers.sac.table import Table
 from tests.examples import examples
 from tests.solvers.check import violations
@@ -370,7 +370,7 @@ def test_milps_that_are_too_large_are_left_out_only_at_small_gaps(problem):
     if best is not None:
         assert found.bound_ms <= best * (1 + 1e-9)
         assert best <= found.recompute_ms * (1 + 1e-9)
-        assert found.recompute_ms * (1 - _SMALL_GAP) <= best * (1 + 1e-9)
+        assert found.recompute_ms * (1 - SMALL_GAP) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", [173, 175, 188, 197, 198])
