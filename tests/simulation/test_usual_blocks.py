@@ -117,3 +117,12 @@ def test_a_real_step_is_foretold_better_than_by_the_blocks_of_the_plain_one(prof
 
     assert plain.peak_bytes({}) == simulator.true_peak_bytes({})
     assert 2 * error_bytes(usual) < error_bytes(plain)
+
+
+def test_in_the_blocks_of_a_plan_its_peak_is_the_true_one(profile):
+    simulator, path = profile.simulator, profile.rules.greedy_path()
+    plan = path[len(path) // 2]
+    true_bytes = simulator.true_peak_bytes(plan)
+
+    assert simulator.in_blocks.peak_bytes(plan) != true_bytes
+    assert simulator.in_blocks_of(plan).peak_bytes(plan) == true_bytes

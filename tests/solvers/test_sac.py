@@ -494,6 +494,28 @@ def test_bounds_of_mixtures_are_of_such_as_break_no_position_even_by_bytes():
     assert found.bound_ms >= 4.0 * (1 - 5e-3)
 
 
+def test_a_mixture_of_points_between_which_a_rerun_takes_more_is_no_bound():
+    # Each of two units must free 5 MiB by one of 320 points on a line. From 5 MiB on
+    # all but the last take 8 MiB in the rerun, where 4 are left. That one takes 80 ms,
+    # and a mixture of it and one below 5 MiB would take 40.
+    points = [(k / 320, k / 32, k / 4) for k in range(1, 321)]
+    rerun = tuple(8 * MIB if 160 <= k < 320 else 0 for k in range(1, 321))
+    both = [
+        replace(
+            unit(name, points, freed=(first, first + 1)),
+            working=((first + 1, rerun),),
+            mixed_from_ms=math.inf,
+        )
+        for first, name in ((1, "a"), (3, "b"))
+    ]
+    two = problem(*both, base=(0, 13, 4, 13, 4), budget=8)
+
+    found = Solver(two).solve(8 * MIB, mixed_units=[0, 1], relative_gap=5e-3)
+
+    assert found.recompute_ms == 160.0
+    assert found.bound_ms >= 160.0 * (1 - SMALL_GAP)
+
+
 def test_what_like_units_keep_counts_for_one_holder_only():
     # Norms are alike, and what each keeps is held by the unit after it, which frees
     # little without it: 24 layers are more units than can be told apart one by one.

@@ -37,9 +37,10 @@ def unit(steps):
     )
 
 
-def cut(steps, tolerance_ms):
-    """Vertices of the segments of all points of a unit."""
-    return segments(unit(steps), np.inf).vertices(np.arange(len(steps)), tolerance_ms)
+def cut(steps, tolerance_ms, kept=None, cuts=()):
+    """Vertices of the segments of all points of a unit, or of some."""
+    kept = range(len(steps)) if kept is None else kept
+    return segments(unit(steps), np.inf).vertices(np.array(kept), tolerance_ms, cuts)
 
 
 @given(steps=STEPS, tolerance_ms=st.floats(0.0, 4.0))
@@ -66,6 +67,15 @@ def test_mixtures_of_a_segment_are_below_its_points_by_the_tolerance(
 @given(steps=STEPS)
 def test_without_tolerance_every_point_is_a_segment(steps):
     assert cut(steps, 0.0) == [[k] for k in range(len(steps))]
+
+
+def test_segments_end_where_they_are_cut():
+    steps = [(1, 1.0)] * 6  # on a line: one segment without cuts
+
+    assert cut(steps, 1.0) == [[0, 5]]
+    assert cut(steps, 1.0, cuts={0, 3}) == [[0], [1, 3], [4, 5]]
+    assert cut(steps, 1.0, kept=[0, 4, 5], cuts={2}) == [[0], [4, 5]]
+    assert cut(steps, 1.0, kept=[4, 5], cuts={2, 5}) == [[4, 5]]
 
 
 def test_slow_points_are_left_out():
