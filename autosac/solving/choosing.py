@@ -132,8 +132,8 @@ class Chooser(StepModel):
     def _search_in_own_blocks(self, search: Search) -> None:
         """Search once more in blocks that are as large as under the best choice.
 
-        Its predicted peak is then the true one. What that search proves holds for all
-        choices of which no block is fuller.
+        Its predicted peak is then the true one, and those of choices near it are close.
+        That proves nothing: in other blocks a cheaper one may fit.
         """
         for _ in range(_OWN_BLOCKS):
             best = search.choice
@@ -143,9 +143,8 @@ class Chooser(StepModel):
             in_blocks = self._simulator.in_blocks_of(best)
             formulation = formulate(in_blocks, known.units, known.curves)
             chooser = Chooser(self._simulator, formulation, self._incumbents)
-            other = self._second_search(chooser, search, _OWN_WORK, _OWN_MENDS)
+            self._second_search(chooser, search, _OWN_WORK, _OWN_MENDS)
             if search.choice is best:
-                search.bound_ms = max(search.bound_ms, other.bound_ms)
                 return
 
     def _second_search(

@@ -33,6 +33,7 @@ _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 64  # as a share of it
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 _MOST_CUTS = 4  # of these where solutions mix points, as long as the gap is wide
+_CLOSED = 1 / 8  # of it by each
 
 # Shares of the points of units; the time of a choice in ms.
 Finer = Callable[[Mapping[int, Floats]], float]
@@ -247,12 +248,19 @@ class Search(RowSearch):
                 lowered *= 4
 
     def _mix_and_cut(self, budget_bytes: int, tolerance: float) -> bool:
-        """As `_mix`; again, with segments cut at mixtures, while the gap is wide."""
+        """As `_mix`; again, with segments cut at mixtures, while the gap is wide.
+
+        And as long as each time closes some of it. Else whole points are tried: where
+        mixtures lie far below them, rounding finds no good ones.
+        """
         is_mixed = self._mix(budget_bytes, tolerance)
         for _ in range(_MOST_CUTS if math.isfinite(tolerance) else 0):
             if not is_mixed or self._is_done(gap=SMALL_GAP) or self._is_late():
                 break
+            before_ms = self._best - self.bound
             is_mixed = self._mix(budget_bytes, tolerance)
+            if self._best - self.bound > before_ms * (1.0 - _CLOSED):
+                return False
         return is_mixed
 
     def _mix(self, budget_bytes: int, tolerance: float) -> bool:
