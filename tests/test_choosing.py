@@ -11,6 +11,7 @@ import torch
 import autosac
 from autosac.cli.demo import GPT
 from autosac.simulation.simulator import Simulator
+from autosac.solving.correcting import Search
 from autosac.solving.incumbents import most_rules, recompute_ms
 from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import kept, trade_off
@@ -270,6 +271,22 @@ def test_a_choice_that_breaks_the_budget_by_a_block_moves_to_a_unit_that_is_alik
 
     assert chooser.true_peak_bytes(mended) <= budget
     assert recompute_ms(mended) == recompute_ms(choice) > 0
+
+
+def test_a_search_in_the_blocks_of_a_plan_finds_a_cheaper_one_that_fits():
+    chooser = _profile("wide gpt", "h100 bf16").traced().chooser
+    floor_bytes, most_bytes = map(chooser.true_peak_bytes, (chooser.lowest(), {}))
+    for share in (0.02, 0.5):
+        budget_bytes = floor_bytes + int(share * (most_bytes - floor_bytes))
+        search = Search(chooser, budget_bytes, SolveOptions(), None)
+        search.offer(chooser.lowest())
+        floor_ms = search.time_ms
+
+        chooser._is_best_in_own_blocks(search)
+
+        assert chooser.true_peak_bytes(search.choice) <= budget_bytes
+        assert recompute_ms(search.choice) == search.time_ms < floor_ms
+        assert search.bound_ms == 0.0  # other blocks prove nothing
 
 
 def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():

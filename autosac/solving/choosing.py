@@ -10,7 +10,7 @@ from functools import cached_property
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solvers.milp.solution import Backend
-from autosac.solving.correcting import MOST_WORK, SMALL_GAP, Search
+from autosac.solving.correcting import MOST_WORK, Search
 from autosac.solving.formulation import Formulation, formulate
 from autosac.solving.incumbents import Incumbents
 from autosac.solving.moved_blocks import MovedBlocks
@@ -116,10 +116,9 @@ class Chooser(StepModel):
 
     def _close_wide_gap(self, search: Search) -> None:
         """Look elsewhere for a cheaper choice, where an allocator decides what fits."""
-        if self._usual is not None:
-            self._search_in_own_blocks(search)
+        is_best = self._usual is not None and self._is_best_in_own_blocks(search)
         search.look_one_by_one()
-        if search.is_within(_WIDE_GAP) or self._usual is None:
+        if is_best or search.is_within(_WIDE_GAP) or self._usual is None:
             return
         if self._in_usual_blocks is not None:
             other = self._second_search(self._in_usual_blocks, search)
@@ -129,23 +128,27 @@ class Chooser(StepModel):
             search.offer(self.anneal(search.choice, search.budget_bytes))
             search.offer(self.spend(search.choice, search.budget_bytes))
 
-    def _search_in_own_blocks(self, search: Search) -> None:
-        """Search once more in blocks that are as large as under the best choice.
+    def _is_best_in_own_blocks(self, search: Search) -> bool:
+        """Search again in blocks as large as under the best choice.
 
         Its predicted peak is then the true one, and those of choices near it are close.
-        That proves nothing: in other blocks a cheaper one may fit.
+
+        Returns:
+            Whether nothing is much cheaper in these blocks. In others it may be, so
+            that is no bound.
         """
         for _ in range(_OWN_BLOCKS):
             best = search.choice
-            if best is None or search.is_within(SMALL_GAP):
-                return
+            if best is None or search.is_within(_WIDE_GAP):
+                return False
             known = self._formulation
             in_blocks = self._simulator.in_blocks_of(best)
             formulation = formulate(in_blocks, known.units, known.curves)
             chooser = Chooser(self._simulator, formulation, self._incumbents)
-            self._second_search(chooser, search, _OWN_WORK, _OWN_MENDS)
+            other = self._second_search(chooser, search, _OWN_WORK, _OWN_MENDS)
             if search.choice is best:
-                return
+                return other.is_within(_WIDE_GAP)
+        return False
 
     def _second_search(
         self,

@@ -35,7 +35,7 @@ MOST_WORK = 6_000_000  # of all of them: see `solvers.milp.pulp_runner.run`
 _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the next
 _ENOUGH = 1.5  # times what the first one leaves: less finds no other mixture
 _MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
-SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
+_SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 
 
@@ -146,7 +146,7 @@ class Search:
 
         If the gap is not small, and a choice broke the budget.
         """
-        if self._lowest is None or self.is_within(SMALL_GAP):
+        if self._lowest is None or self.is_within(_SMALL_GAP):
             return
         raised = self._lowest
         looking = self.chooser.one_by_one(self.budget_bytes, raised, self.options)
@@ -224,7 +224,7 @@ class Search:
         """
         understated, self._understated = self._understated, None
         is_spent = self.work_left < MOST_WORK * (1.0 - _FIRST_SHARE) * _ENOUGH
-        if understated is None or is_spent or self.is_settled(SMALL_GAP):
+        if understated is None or is_spent or self.is_settled(_SMALL_GAP):
             return None
         higher = np.maximum(raised, understated)
         return None if (higher == raised).all() else higher
