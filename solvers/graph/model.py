@@ -41,26 +41,16 @@ rerun would take no memory at all, and relaxations would be worth little.
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Set
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import pulp
 
-from ..milp import pulp_runner
-from .dominance import dominated_values, may_be_kept, runs_with
+from .choices import Expression, number
 from .recomputation import GraphProblem, Position
+from .reruns import TimedChoices
 
 _MIB = 2**20
-_TIE_BREAK = 1e-6  # weight of kept bytes against all of the time: a heuristic
-
-_WHOLE = 1e-4  # what is left to a whole number by solvers
-_DUAL_NOISE = 1e-4  # of reduced costs; the objective is 1024 or so
-
-_Expression = Any  # a pulp.LpAffineExpression: PuLP has no types
 
 
 class Term(NamedTuple):
@@ -72,7 +62,7 @@ class Term(NamedTuple):
         kept: The value, if it is there whenever it is kept.
     """
 
-    expression: _Expression
+    expression: Expression
     size: int
     kept: int | None = None
 
@@ -89,17 +79,13 @@ class Capped(NamedTuple):
     left_bytes: int
 
 
-def _number(value: float) -> _Expression:
-    return pulp.LpAffineExpression(constant=value)
-
-
-class GraphModel:
+class GraphModel(TimedChoices):
     """The model of a problem with rows for some positions.
 
     Attributes:
-        model: The PuLP model.
+        budget_bytes: Cap on the peak; None where it is minimised.
         rows: Positions that have a row.
-        moved: Values -> whether they are in far memory between forward and backward.
+        capped: These rows, and others that memory has.
     """
 
     def __init__(
@@ -114,204 +100,18 @@ class GraphModel:
         budget_bytes: Cap on the peak; None to minimise the peak instead.
         movable: Values that backward reads and that may be moved, see `moving.py`.
         """
-        self.problem = problem
-        self._movable = frozenset(movable)
-        self.moved: dict[int, pulp.LpVariable] = {}
+        super().__init__(problem, movable=movable)
         self.budget_bytes = budget_bytes
-        self.model = pulp_runner.Model("graph")
         self.rows: dict[Position, None] = {}  # in the order in which they came
         self.capped: list[Capped] = []
-        self._again: dict[tuple[int, int], _Expression] = {}
-        self._alive_if: dict[tuple[int, frozenset[Any]], _Expression] = {}
-        self._away_if: dict[tuple[int, frozenset[str]], _Expression] = {}
-        self._cutoff: pulp.LpConstraint | None = None
-        self._add_choices()
+        self._alive_if: dict[tuple[int, frozenset[Any]], Expression] = {}
+        self._away_if: dict[tuple[int, frozenset[str]], Expression] = {}
         if budget_bytes is None:
             self._cap: pulp.LpVariable | float = self.model.add_variable("peak", 0.0)
             self.model += self._cap + 0.0
         else:
             self._cap = budget_bytes / _MIB
             self.model += self._objective()
-
-    # --- choices ----------------------------------------------------------------
-
-    @cached_property
-    def ops(self) -> list[int]:
-        """Ops whose values backward reads, or which it takes to recompute these."""
-        pending = [self.problem.maker[v] for v in self.problem.first_need]
-        needed: set[int] = set()
-        while pending:
-            op = pending.pop()
-            if op not in needed:
-                needed.add(op)
-                if op not in self.problem.pinned:
-                    pending += [self.problem.maker[v] for v in self.problem.reads[op]]
-        return sorted(needed)
-
-    @cached_property
-    def readers(self) -> dict[int, list[int]]:
-        """Values -> the ops of `ops` that read them if they run again."""
-        readers = defaultdict(list)
-        for op in self.ops:
-            if op not in self.problem.pinned:
-                for v in self.problem.reads[op]:
-                    readers[v].append(op)
-        return readers
-
-    def _add_choices(self) -> None:
-        problem = self.problem
-        self.keep: dict[int, pulp.LpVariable] = {}
-        self.run: dict[int, pulp.LpVariable] = {}
-        for op in reversed(self.ops):
-            if (reader := self._runs_with.get(op)) is not None:
-                self.run[op] = self.run[reader]
-            elif op not in problem.pinned:
-                self.run[op] = self._binary(f"x{op}")
-        for op in self.ops:
-            for v in problem.makes[op]:
-                if not may_be_kept(self.problem, self.readers, v):
-                    continue
-                self.keep[v] = self._binary(f"k{v}")
-                kept_or_run = self.keep[v] + self._run(op)
-                if v in problem.first_need:
-                    self.model += kept_or_run >= 1  # (1)
-                if len(problem.makes[op]) == 1 and op in self.run:
-                    self.model += kept_or_run <= 1
-                if op not in self._runs_with:
-                    for reader in self.readers.get(v, ()):
-                        self.model += self.run[reader] <= kept_or_run  # (2)
-                if v in self._dominated:
-                    self.keep[v].upBound = 0.0
-                if v in self._movable:
-                    self.moved[v] = self._binary(f"a{v}")
-                    self.model += self.moved[v] <= self.keep[v]  # (9)
-
-    @cached_property
-    def _dominated(self) -> frozenset[int]:
-        return dominated_values(self.problem, self.readers)
-
-    @cached_property
-    def _runs_with(self) -> dict[int, int]:
-        return runs_with(self.problem, self.readers, self._dominated)
-
-    def _binary(self, name: str) -> pulp.LpVariable:
-        """A variable of 0 or 1.
-
-        Whole k make all others whole; but solvers cut and fix better if they know it.
-        """
-        return self.model.add_variable(name, cat=pulp.LpBinary)
-
-    def _run(self, op: int) -> _Expression:
-        return _number(0) if op not in self.run else self.run[op] + 0.0
-
-    @cached_property
-    def time_scale(self) -> float:
-        """Objective per millisecond: all of the time is 1024 or so."""
-        total_ms = sum(self.problem.runtime_ms[op] for op in self.run)
-        return math.ldexp(1.0, 10 - math.frexp(total_ms)[1]) if total_ms else 1.0
-
-    @cached_property
-    def tie_break_ms(self) -> float:
-        """The most that keeping and moving bytes counts in the objective."""
-        return _TIE_BREAK * sum(self.problem.runtime_ms[op] for op in self.run)
-
-    def in_ms(self, bound: float) -> float:
-        """Time that no choice is below, by a bound on the objective."""
-        return bound / self.time_scale - self.tie_break_ms
-
-    def _objective(self) -> _Expression:
-        sizes = self.problem.value_bytes
-        stays = [*self.keep.items(), *self.moved.items()]
-        weight = self.tie_break_ms / (sum(sizes[v] for v, _ in stays) or 1)
-        terms = [(x, self.problem.runtime_ms[op]) for op, x in self.run.items()]
-        terms += [(x, weight * sizes[v]) for v, x in stays]
-        return pulp_runner.row((x, ms * self.time_scale) for x, ms in terms)
-
-    # --- what has run again by a step -----------------------------------------------
-
-    def _has_run(self, op: int, step: int) -> bool:
-        """Whether the op has run again by the step if it runs again at all."""
-        values = self.problem.makes[op]
-        is_read = len(values) == 1 and self._is_read_by(values[0], step)
-        return is_read or not self._occasions[op] >> (step + 1)
-
-    def _is_read_by(self, value: int, step: int) -> bool:
-        return self.problem.first_need.get(value, math.inf) <= step
-
-    @cached_property
-    def _occasions(self) -> dict[int, int]:
-        """Ops -> the steps before which they could run again, as the bits of a number.
-
-        An op runs again where backward first reads a value of it, or where an op runs
-        again that reads one.
-        """
-        occasions: dict[int, int] = {}
-        for op in reversed(self.ops):
-            steps = 0
-            for v in self.problem.makes[op]:
-                if v not in self.keep:
-                    continue
-                if v in self.problem.first_need:
-                    steps |= 1 << self.problem.first_need[v]
-                for c in self.readers.get(v, ()):
-                    steps |= occasions[c]
-            occasions[op] = steps
-        return occasions
-
-    def occasions(self, op: int) -> list[int]:
-        """The steps before which an op may run again."""
-        bits = bin(self._occasions[op])[:1:-1]
-        return [step for step, bit in enumerate(bits) if bit == "1"]
-
-    def has_run(self, op: int, step: int) -> pulp.LpVariable:
-        """The variable that says so of a step which is no earlier than an occasion."""
-        (variable,) = self.again(op, step)
-        return variable
-
-    def again(self, op: int, step: int) -> _Expression:
-        """s_ot: whether an op has run again by a step."""
-        if op not in self.run:
-            return _number(0)
-        if (reader := self._runs_with.get(op)) is not None:
-            return self.again(reader, step)
-        so_far = self._occasions[op] & ((1 << (step + 1)) - 1)
-        if not so_far:
-            return _number(0)
-        if self._has_run(op, step):
-            return self.run[op] + 0.0
-        step = so_far.bit_length() - 1  # nothing of it has changed since
-        if (op, step) not in self._again:
-            s = self._binary(f"s{op}_{step}")
-            self._again[op, step] = s + 0.0
-            self._define_again(s, op, step)
-        return self._again[op, step]
-
-    def _define_again(self, s: pulp.LpVariable, op: int, step: int) -> None:
-        """Add rows (3) to (5) of an op and a step; a kept value asks for nothing."""
-        self.model += s <= self.run[op]
-        asked = _number(0)
-        for v in self.problem.makes[op]:
-            if v not in self.keep:
-                continue
-            if self._is_read_by(v, step):
-                self.model += s >= 1 - self.keep[v]
-                asked += 1 - self.keep[v]
-                continue
-            by_readers = [self.again(c, step) for c in self.readers.get(v, ())]
-            by_readers = [term for term in by_readers if len(term)]
-            for term in by_readers:
-                self.model += s >= term - self.keep[v]
-            if by_readers:
-                z = s
-                if len(self.problem.makes[op]) > 1:
-                    z = self._binary(f"z{v}_{step}")
-                    asked += z
-                self.model += z <= pulp.lpSum(by_readers)
-                self.model += z <= 1 - self.keep[v]
-        if len(self.problem.makes[op]) > 1:
-            self.model += s <= asked
-
-    # --- memory -------------------------------------------------------------------
 
     def add_row(self, position: Position) -> None:
         """Cap the memory at a position."""
@@ -418,7 +218,7 @@ class GraphModel:
         is_ahead = position.op is not None and op >= position.op
         return position.step - 1 if is_ahead else position.step
 
-    def _alive(self, value: int, position: Position) -> _Expression | None:
+    def _alive(self, value: int, position: Position) -> Expression | None:
         """y_vq, or an expression equal to it; None if no copy is ever alive there."""
         problem, keep = self.problem, self.keep[value]
         op = problem.maker[value]
@@ -430,7 +230,7 @@ class GraphModel:
         is_single = len(problem.makes[op]) == 1
         if problem.last_need.get(value, -1) >= position.step:
             if problem.first_need[value] <= last_step:
-                return _number(1)
+                return number(1)
             if is_single:
                 return keep + copy
             return self._at_least(value, position, [keep + 0.0, copy, 1 - ahead])
@@ -447,11 +247,11 @@ class GraphModel:
         asked = [e for e in asked if len(e) or e.constant > 0.0]
         return self._at_least(value, position, asked) if asked else None
 
-    def gone(self, value: int, op: int) -> _Expression:
+    def gone(self, value: int, op: int) -> Expression:
         """Whether a moved value has left when an op of forward runs."""
         return self.moved[value] + 0.0
 
-    def away(self, value: int, step: int) -> _Expression:
+    def away(self, value: int, step: int) -> Expression:
         """w_vt, or an expression equal to it; before the first step that reads it."""
         readers = self.readers.get(value, ())
         asked = [term for c in readers if len(term := self.again(c, step))]
@@ -467,8 +267,8 @@ class GraphModel:
         return self._away_if[value, rows]
 
     def _at_least(
-        self, value: int, position: Position, asked: Collection[_Expression]
-    ) -> _Expression:
+        self, value: int, position: Position, asked: Collection[Expression]
+    ) -> Expression:
         rows = frozenset(
             (e.constant, *sorted((x.name, share) for x, share in e.items()))
             for e in asked
@@ -480,67 +280,3 @@ class GraphModel:
                 self.model += y >= expression  # (6), (7)
             self._alive_if[value, rows] = y + 0.0
         return self._alive_if[value, rows]
-
-    # --- solutions ----------------------------------------------------------------
-
-    def kept(self, more_than: float = 0.5) -> frozenset[int]:
-        """Values that the variables keep by more than a share."""
-        keep = self.keep.items()
-        return frozenset(v for v, k in keep if (k.varValue or 0.0) > more_than)
-
-    def cut_off(self, cost_ms: float) -> None:
-        """Leave out choices that take more than so much time."""
-        limit = (cost_ms + self.tie_break_ms) * self.time_scale
-        if self._cutoff is None:
-            self._cutoff = self.model.objective <= limit
-            self.model += self._cutoff
-        self._cutoff.changeRHS(limit)
-
-    def fix(self, cost_ms: float) -> None:
-        """Fix what no choice below a time has otherwise, by reduced costs.
-
-        The variables hold the optimum of the relaxation.
-        """
-        bound = self.model.objective.value()
-        room = (cost_ms + self.tie_break_ms) * self.time_scale - bound + _DUAL_NOISE
-        for k in self.keep.values():
-            if k.lowBound == k.upBound:
-                continue  # a dominated value, which is never kept whatever it saves
-            if (k.dj or 0.0) > room:
-                k.upBound = 0.0
-            elif -(k.dj or 0.0) > room:
-                k.lowBound = 1.0
-
-    def fractions(self) -> list[tuple[float, int]]:
-        """Values whose variables are not whole: how far from it, and which."""
-        shares = [(k.varValue or 0.0, v) for v, k in self.keep.items()]
-        distances = [(min(share, 1.0 - share), v) for share, v in shares]
-        return sorted(one for one in distances if one[0] > _WHOLE)
-
-    @contextmanager
-    def released(self) -> Iterator[None]:
-        """Put bounds of variables back at the end."""
-        before = {v: (k.lowBound, k.upBound) for v, k in self.keep.items()}
-        yield
-        for v, bounds in before.items():
-            self.keep[v].lowBound, self.keep[v].upBound = bounds
-
-    def decide(self, values: Iterable[int]) -> None:
-        """Fix values as the variables hold them, rounded."""
-        for v in values:
-            k = self.keep[v]
-            k.lowBound = k.upBound = float((k.varValue or 0.0) > 0.5)
-
-    @contextmanager
-    def held(self, kept: Set[int], free: Collection[int]) -> Iterator[None]:
-        """Decide about some values only; all others are as in a choice."""
-        with self.released():
-            for v in self.keep.keys() - set(free):
-                self.keep[v].lowBound = self.keep[v].upBound = float(v in kept)
-            yield
-
-    def forbid(self, kept: Set[int]) -> None:
-        """Cut off one choice that breaks rows by less than their tolerance."""
-        self.model += (
-            pulp.lpSum(1 - k if v in kept else k for v, k in self.keep.items()) >= 1
-        )
