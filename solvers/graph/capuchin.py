@@ -27,6 +27,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from ..milp.solution import Solution, Termination
 from .recomputation import (
     GraphProblem,
@@ -54,6 +57,8 @@ class Bookkeeping:
         self.repeats: Counter[int] = Counter()
         self._readers: defaultdict[int, set[int]] = defaultdict(set)
         self._chosen: set[int] = set()
+        self._runs: dict[int, npt.NDArray[np.bool_]] = {}  # `ops` as flags
+        self._times_ms = np.array(problem.runtime_ms)
         candidates = problem.kept_plainly
         for value in sorted(candidates):
             there = (candidates | problem.returned) - {value}
@@ -64,6 +69,8 @@ class Bookkeeping:
             read = {v for op in ops for v in problem.reads[op]}
             self.sources[value] = frozenset(read & candidates - {value})
             self.ops[value] = frozenset(ops)
+            self._runs[value] = np.zeros(len(problem.reads), bool)
+            self._runs[value][list(ops)] = True
         for value, sources in self.sources.items():
             for source in sources:
                 self._readers[source].add(value)
@@ -80,6 +87,7 @@ class Bookkeeping:
                 changed |= self.sources[reader]
             changed.add(reader)
             self.ops[reader] |= self.ops[value]
+            self._runs[reader] |= self._runs[value]
             for source in self.sources[value]:
                 self._readers[source].add(reader)
         self._chosen.add(value)
@@ -90,8 +98,12 @@ class Bookkeeping:
     def _added_ms(self, value: int) -> float:
         """Time that choosing a candidate adds to all recomputations."""
         readers = self._readers.get(value, set()) & self._chosen
-        again = [self.ops[value], *(self.ops[value] - self.ops[r] for r in readers)]
-        return math.fsum(self.problem.runtime_ms[op] for ops in again for op in ops)
+        own = np.flatnonzero(self._runs[value])
+        times = self._times_ms[own]
+        if readers:  # each runs again what it does not run yet
+            runs = np.array([self._runs[r] for r in readers])
+            times = times * (1 + len(readers) - runs.sum(axis=0, dtype=np.int64)[own])
+        return math.fsum(times.tolist())
 
     def msps(self, value: int) -> float:
         """Bytes per millisecond that choosing a candidate saves."""

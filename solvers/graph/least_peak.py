@@ -12,14 +12,16 @@ from collections.abc import Iterable
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Termination
-from . import fractional, local_search
+from . import fractional, local_search, probing
 from .model import GraphModel
-from .recomputation import GraphProblem, Replay, peak_bytes, recompute_ms
+from .recomputation import GraphProblem, Position, Replay, peak_bytes, recompute_ms
 from .search import (
     ANY_WORK,
     JUMPS_TO,
     LP_ROUNDS,
     MOST_JUMPS,
+    OF_A_JUMP,
+    PATIENCE,
     ROWS_A_ROUND,
     SHARES,
     GraphSolution,
@@ -29,6 +31,7 @@ from .search import (
 
 _WORK = 2_000_000  # of MILPs,
 _WORK_ON_JUMPS = 4_000_000  # and of roots alone, as jumps look at nothing else
+_WORK_ON_PROBES = 2_000_000  # of roots, likewise
 _LOOSE = 2  # times the best: a cutoff by which HiGHS finds less is worse than none
 _ROUNDS_TO_RISE = 8  # many positions are as high as the highest: a heuristic
 _MIB = 2**20
@@ -69,6 +72,8 @@ def lowest(
     search = LeastPeakSearch(problem, start, time_limit_s, backend)
     for with_ops in (False, True):  # both find what the other does not: a heuristic
         search.relax(with_ops=with_ops)
+        if with_ops:
+            search.probe()
         search.jump()
     search.branch()
     return search.solution()
@@ -97,6 +102,7 @@ class LeastPeakSearch:
         self.best = _least(problem, (problem.kept_plainly, *start))
         self.best_bytes = peak_bytes(problem, self.best)
         self.bound_bytes = needed_at_once(problem)
+        self._probes = _WORK_ON_PROBES
         self._model = GraphModel(problem, budget_bytes=None)
         self._model.set_peak(at_least=self.bound_bytes)
         self._add_highest(Replay(problem, self.best))
@@ -119,7 +125,7 @@ class LeastPeakSearch:
         bounds: list[float] = []
         for _ in range(LP_ROUNDS):
             outcome = pulp_runner.run(
-                self._model.model, backend=self._backend, relaxed=True
+                self._model.model, backend=self._backend, relaxed=True, again=True
             )
             if outcome.bound is None:
                 return
@@ -138,23 +144,66 @@ class LeastPeakSearch:
         rounded = [self._model.kept(share) for share in SHARES]
         self._try_out(self.best, *rounded)
 
+    def probe(self) -> None:
+        """Raise the bound by when large ops run again, see `probing.py`."""
+        tried: set[int] = set()
+        while not self._is_done() and self._probes > 0:
+            outcome = pulp_runner.run(
+                self._model.model, backend=self._backend, relaxed=True, again=True
+            )
+            if outcome.bound is None:
+                return
+            op = probing.op_in_parts(self._model, tried)
+            if op is None or not self._branch_on(op):
+                return
+            tried.add(op)
+
+    def _branch_on(self, op: int) -> bool:
+        """Tell cases of an op apart; whether that raises the bound."""
+        rows = self._model.binding_rows()
+        before_bytes, most = self.bound_bytes, self.best_bytes / (1 - _TOLERANCE)
+        bound = probing.branch(
+            self._model.occasions(op),
+            lambda: self._copy_of_model(rows),
+            lambda model, case: probing.bound_of(
+                model, op, case, most, self._pay, self._backend
+            ),
+            lambda _, case: case.bound,
+            lambda: self._probes > 0 and self._left_s > 0,
+        )
+        self._note_bound(min(most, bound) / _MIB)
+        return self.bound_bytes > before_bytes
+
+    def _copy_of_model(self, rows: Iterable[Position]) -> GraphModel:
+        model = GraphModel(self.problem, budget_bytes=None)
+        model.set_peak(at_least=self.bound_bytes)
+        for position in rows:
+            model.add_row(position)
+        return model
+
+    def _pay(self, work: int) -> None:
+        self._probes -= work
+
     def jump(self) -> None:
         """Jump to choices between the bound and the best, as `solver` does."""
-        work = _WORK_ON_JUMPS
+        work, in_vain = _WORK_ON_JUMPS, 0
         for seed in range(MOST_JUMPS):
-            work -= pulp_runner.work_of(self._model.model)[0]
-            if work < 0 or self._is_done():
+            work -= int(OF_A_JUMP * pulp_runner.work_of(self._model.model)[0])
+            if work < 0 or self._is_done() or in_vain == PATIENCE:
                 return
+            before_bytes = self.best_bytes
             room = JUMPS_TO[seed % len(JUMPS_TO)] * (self.best_bytes - self.bound_bytes)
             most = min(self.bound_bytes + int(room), self.best_bytes - 1)
             self._model.set_peak(at_most=most)
-            outcome = pulp_runner.run(
-                self._model.model, backend=self._backend, jump=seed
-            )
+            with self._model.any_peak():
+                outcome = pulp_runner.run(
+                    self._model.model, backend=self._backend, jump=seed
+                )
             if outcome.termination is Termination.INFEASIBLE:
                 self._note_bound(most / _MIB)
             elif outcome.termination.has_incumbent:
                 self._take(most)
+            in_vain = 0 if self.best_bytes < before_bytes else in_vain + 1
 
     def branch(self) -> None:
         """Solve the MILP until what it chooses is proven, or the work is done."""

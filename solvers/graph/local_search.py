@@ -130,19 +130,19 @@ def repair(
         the given one needs a pinned op again.
     """
     try:
-        highest = Replay(problem, kept).peak
+        replay = Replay(problem, kept)
     except ValueError:
         return None
     for _ in range(_MOST_REPAIRS):
+        highest = replay.peak
         if highest.live_bytes <= budget_bytes:
             break
         changes = _could_be_dropped(problem, kept, highest.position)
         changes += _could_be_kept(problem, kept, highest.position)
-        best = _best_change(problem, kept, highest.live_bytes, changes)
+        best = _best_change(problem, kept, replay, changes)
         if best is None:
             break
-        kept = kept ^ {best}  # which frees bytes, so that the last is the lowest
-        highest = Replay(problem, kept).peak
+        kept, replay = best  # which frees bytes, so that the last is the lowest
     return kept
 
 
@@ -171,18 +171,19 @@ def _could_be_kept(
 
 
 def _best_change(
-    problem: GraphProblem, kept: frozenset[int], highest_bytes: int, values: list[int]
-) -> int | None:
-    """The value whose change frees most bytes of the peak a time that it adds."""
-    before_ms = recompute_ms(problem, kept)
-    best: tuple[float, int] | None = None
+    problem: GraphProblem, kept: frozenset[int], replay: Replay, values: list[int]
+) -> tuple[frozenset[int], Replay] | None:
+    """The change of a value that frees most bytes of the peak a time that it adds."""
+    highest_bytes, before_ms = replay.peak.live_bytes, replay.recompute_ms
+    best: tuple[float, frozenset[int], Replay] | None = None
     for value in values:
+        other = kept ^ {value}
         try:
-            freed = highest_bytes - peak_bytes(problem, kept ^ {value})
+            after = Replay(problem, other)
         except ValueError:  # it needs a pinned op again
             continue
-        added_ms = recompute_ms(problem, kept ^ {value}) - before_ms
-        rate = freed / max(added_ms, 1e-9)
+        freed = highest_bytes - after.peak.live_bytes
+        rate = freed / max(after.recompute_ms - before_ms, 1e-9)
         if freed > 0 and (best is None or rate > best[0]):
-            best = rate, value
-    return None if best is None else best[1]
+            best = rate, other, after
+    return None if best is None else best[1:]

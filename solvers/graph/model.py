@@ -41,7 +41,8 @@ rerun would take no memory at all, and relaxations would be worth little.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pulp
@@ -84,7 +85,7 @@ class GraphModel(TimedChoices):
 
     Attributes:
         budget_bytes: Cap on the peak; None where it is minimised.
-        rows: Positions that have a row.
+        rows: Positions that have a row -> the row.
         capped: These rows, and others that memory has.
     """
 
@@ -102,7 +103,7 @@ class GraphModel(TimedChoices):
         """
         super().__init__(problem, movable=movable)
         self.budget_bytes = budget_bytes
-        self.rows: dict[Position, None] = {}  # in the order in which they came
+        self.rows: dict[Position, pulp.LpConstraint] = {}  # in order
         self.capped: list[Capped] = []
         self._alive_if: dict[tuple[int, frozenset[Any]], Expression] = {}
         self._away_if: dict[tuple[int, frozenset[str]], Expression] = {}
@@ -117,20 +118,25 @@ class GraphModel(TimedChoices):
         """Cap the memory at a position."""
         if position in self.rows:
             return
-        self.rows[position] = None
         terms, constant_bytes = (
             self._in_forward(position)
             if position.step < 0
             else self._in_backward(position)
         )
-        self._add_cap(terms, constant_bytes)
+        self.rows[position] = self._add_cap(terms, constant_bytes)
 
-    def _add_cap(self, terms: list[Term], constant_bytes: int) -> None:
+    def binding_rows(self) -> list[Position]:
+        """Positions whose rows the optimum of the relaxation hangs on: a few of all."""
+        return [position for position, row in self.rows.items() if row.pi]
+
+    def _add_cap(self, terms: list[Term], constant_bytes: int) -> pulp.LpConstraint:
         total = pulp.lpSum(term.expression * (term.size / _MIB) for term in terms)
-        self.model += total + constant_bytes / _MIB <= self._cap
+        row = total + constant_bytes / _MIB <= self._cap
+        self.model += row
         if self.budget_bytes is not None:
             left_bytes = self.budget_bytes - constant_bytes
             self.capped.append(Capped(terms=terms, left_bytes=left_bytes))
+        return row
 
     def add_interval_row(self, op: int, first: int, last: int) -> None:
         """Cap the memory where an op runs again before a step of an interval.
@@ -162,6 +168,10 @@ class GraphModel(TimedChoices):
         values = (*self.problem.makes[op], *self.problem.reads[op])
         return frozenset(values) - self.problem.returned
 
+    def bound(self, bound: float) -> float:
+        """A bound on the objective as one on time, or on the peak in bytes."""
+        return bound * _MIB if self.budget_bytes is None else self.in_ms(bound)
+
     def set_peak(
         self, *, at_least: int | None = None, at_most: int | None = None
     ) -> None:
@@ -171,6 +181,19 @@ class GraphModel(TimedChoices):
             self._cap.lowBound = at_least / _MIB
         if at_most is not None:
             self._cap.upBound = at_most / _MIB
+
+    @contextmanager
+    def any_peak(self) -> Iterator[None]:
+        """Look for any choice within `set_peak` for a while: none is better.
+
+        HiGHS jumps to one and is done, where it would solve the root else.
+        """
+        objective = self.model.objective
+        self.model.objective = pulp.LpAffineExpression({self._cap: 0.0})
+        try:
+            yield
+        finally:
+            self.model.objective = objective
 
     def _in_forward(self, position: Position) -> tuple[list[Term], int]:
         problem, here = self.problem, position.op
@@ -225,14 +248,15 @@ class GraphModel(TimedChoices):
         # While the op itself runs, its values are there.
         is_here = op == position.op
         last_step = position.step if is_here else self._last_step(op, position)
-        copy = self.again(op, last_step)
-        ahead = self._run(op) - copy  # it runs again, but later
         is_single = len(problem.makes[op]) == 1
-        if problem.last_need.get(value, -1) >= position.step:
-            if problem.first_need[value] <= last_step:
-                return number(1)
-            if is_single:
-                return keep + copy
+        is_needed = problem.last_need.get(value, -1) >= position.step
+        if is_needed and problem.first_need[value] <= last_step:
+            return number(1)
+        copy = self.again(op, last_step)
+        if is_needed and is_single:
+            return keep + copy
+        ahead = self._run(op) - copy  # it runs again, but later
+        if is_needed:
             return self._at_least(value, position, [keep + 0.0, copy, 1 - ahead])
         asked = []
         for c in self.readers.get(value, ()):

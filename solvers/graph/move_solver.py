@@ -197,7 +197,7 @@ class _Search:
         bounds: list[float] = []
         for _ in range(_LP_ROUNDS):
             outcome = pulp_runner.run(
-                self.model.model, backend=self._backend, relaxed=True
+                self.model.model, backend=self._backend, relaxed=True, again=True
             )
             if not outcome.termination.has_incumbent:
                 return False
@@ -293,7 +293,9 @@ def lowest(
     _add_rows(model, broken(problem, best[1], best[0] - 1))
     bounds: list[float] = []
     for _ in range(_LP_ROUNDS):
-        outcome = pulp_runner.run(model.model, backend=backend, relaxed=True)
+        outcome = pulp_runner.run(
+            model.model, backend=backend, relaxed=True, again=True
+        )
         if outcome.bound is None or time.perf_counter() > ends:
             break
         bounds.append(outcome.bound)

@@ -8,10 +8,13 @@ those of least bound first: each is a relaxation with bounds of two variables ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import NamedTuple
 
+from ..milp import pulp_runner
+from ..milp.solution import Backend
 from . import fractional
 from .model import GraphModel
 from .recomputation import Position
@@ -19,6 +22,9 @@ from .recomputation import Position
 _RUNS = 1e-2  # how much of an op must run again
 _PARTS = 16  # intervals of occasions to begin with: a heuristic
 _WHOLE = 1 - 1e-6
+OF_A_ROOT = 0.1  # as a relaxation takes less, and begins where the last ended
+_ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
+_ROUNDS = 3  # of adding them for one occasion; none for intervals, as halves follow
 
 
 class Case(NamedTuple):
@@ -56,47 +62,93 @@ def op_in_parts(model: GraphModel, tried: Set[int]) -> int | None:
     return None if best is None else best[1]
 
 
-def cases(
+def branch(
     steps: Sequence[int],
     make_model: Callable[[], GraphModel],
     solve: Callable[[GraphModel, Case], float | None],
+    close: Callable[[GraphModel, Case], float],
     may_go_on: Callable[[], bool],
-) -> list[Case]:
-    """When an op may run again, as far as choices of use do; least bound first.
+) -> float:
+    """Tell cases of an op apart, least bound first.
 
     Args:
         steps: The occasions of the op.
         make_model: Makes a model; each part of the occasions has its own, as rows of
             others would only make it larger.
         solve: Bound on a case's choices, None if none is of use.
-        may_go_on: Whether more intervals are to be halved.
+        close: What is proven of a case where it is known when the op runs: the last
+            that is done about it.
+        may_go_on: Whether more is to be done.
+
+    Returns:
+        The least bound of all cases, infinite if none is of use.
     """
     size = -(-len(steps) // _PARTS)
     starts = range(0, len(steps), size)
-    ends: list[Case] = []
-    queue: list[tuple[Case, GraphModel]] = []
     pending = [
         (Case(0.0, i, min(i + size, len(steps)) - 1), make_model()) for i in starts
     ]
     pending.append((Case(0.0, -1, -1), make_model()))
+    queue: list[tuple[Case, GraphModel]] = []
+    closed = math.inf
     while pending:
         for case, model in pending:
-            bound = solve(model, case)
-            if bound is None:
-                continue
-            case = case._replace(bound=bound)
-            if case.is_single:
-                ends.append(case)
-            else:
-                queue.append((case, model))
+            if (bound := solve(model, case)) is not None:
+                queue.append((case._replace(bound=bound), model))
         pending = []
-        if queue and may_go_on():
-            queue.sort(key=lambda one: one[0], reverse=True)
-            (_, first, last), model = queue.pop()
-            middle = (first + last) // 2
-            halves = Case(0.0, first, middle), Case(0.0, middle + 1, last)
-            pending = [(half, model) for half in halves]
-    return sorted([*ends, *(case for case, _ in queue)])
+        queue.sort(key=lambda one: one[0], reverse=True)
+        while queue and queue[-1][0].bound < closed and may_go_on() and not pending:
+            case, model = queue.pop()
+            if case.is_single:
+                closed = min(closed, close(model, case))
+            else:
+                middle = (case.first + case.last) // 2
+                halves = (case.first, middle), (middle + 1, case.last)
+                pending = [(Case(0.0, *half), model) for half in halves]
+    return min([closed, *(case.bound for case, _ in queue)])
+
+
+def bound_of(
+    model: GraphModel,
+    op: int,
+    case: Case,
+    most: float,
+    pay: Callable[[int], None],
+    backend: Backend,
+) -> float | None:
+    """Bound on a case's choices, see `GraphModel.bound`; None if none is of use.
+
+    Args:
+        model: What rows it lacks is added.
+        op: The op.
+        case: The case.
+        most: What choices must be below to be of use.
+        pay: Told the work of each relaxation.
+        backend: Which LP solver to run.
+    """
+    add_rows(model, op, case)
+    left = _ROUNDS if case.is_single else 0
+    with within(model, op, case):
+        while True:
+            pay(int(OF_A_ROOT * pulp_runner.work_of(model.model)[0]))
+            outcome = pulp_runner.run(
+                model.model, backend=backend, relaxed=True, again=True
+            )
+            if not outcome.termination.has_incumbent or outcome.bound is None:
+                return None
+            bound = model.bound(outcome.bound)
+            if bound >= most:
+                return None
+            if not left:
+                return bound
+            left -= 1
+            cap_bytes = bound if model.budget_bytes is None else model.budget_bytes
+            broken = fractional.broken(model, cap_bytes)
+            new = [position for position in broken if position not in model.rows]
+            if not new:
+                return bound
+            for position in new[:_ROWS_A_ROUND]:
+                model.add_row(position)
 
 
 def add_rows(model: GraphModel, op: int, case: Case) -> None:

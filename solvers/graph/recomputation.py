@@ -248,6 +248,7 @@ class Replay:
             ValueError: As `rerun_ops`.
         """
         self.again = again = reruns(problem, kept)
+        self._runtime_ms = problem.runtime_ms
         self._num_forward = len(problem.reads)
         self._steps = [t for t, ops in again.items() for _ in ops]
         self._ops = [op for ops in again.values() for op in ops]
@@ -325,6 +326,11 @@ class Replay:
     def peak(self) -> Moment:
         """The first moment of most memory."""
         return self.moment(int(self.live_bytes.argmax()))
+
+    @property
+    def recompute_ms(self) -> float:
+        """Time of all ops that run again: each does once."""
+        return math.fsum(self._runtime_ms[op] for op in self._ops)
 
     def above(self, budget_bytes: float) -> list[Moment]:
         """The highest moment of every stretch above a budget, highest first."""

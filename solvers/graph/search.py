@@ -41,7 +41,9 @@ LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
 _DECIDED = 0.25  # of the fractions, at once
 _DIVE_ROUNDS = 100  # of deciding about them: a heuristic
 _WORK_ON_JUMPS = 6_000_000  # of roots alone, as jumps look at nothing else
+OF_A_JUMP = 0.4  # of a root's work, as presolve is most of it
 MOST_JUMPS = 12
+PATIENCE = 6  # jumps in vain, one after the other
 _LOOSE = 100.0  # times the best: a cutoff that leaves out nothing of use
 JUMPS_TO = (0.9, 0.5, 0.25)  # of the gap above the bound, in turns: a heuristic
 _OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
@@ -149,7 +151,7 @@ class Search:
         bounds: list[float] = []
         for _ in range(LP_ROUNDS):
             outcome = pulp_runner.run(
-                self.model.model, backend=self.backend, relaxed=True
+                self.model.model, backend=self.backend, relaxed=True, again=True
             )
             if not outcome.termination.has_incumbent:
                 return outcome.termination
@@ -223,13 +225,14 @@ class Search:
 
         Where parts of the step are alike it finds what no dive does.
         """
-        work = _WORK_ON_JUMPS
+        work, in_vain = _WORK_ON_JUMPS, 0
         for seed in range(MOST_JUMPS):
-            work -= pulp_runner.work_of(self.model.model)[0]
-            if work < 0 or self.is_done() or self.left_s < 0:
+            work -= int(OF_A_JUMP * pulp_runner.work_of(self.model.model)[0])
+            if work < 0 or self.is_done() or self.left_s < 0 or in_vain == PATIENCE:
                 return
             assert self.best is not None
-            cost_ms = self.best[0]
+            before = self.best
+            cost_ms = before[0]
             room_ms = JUMPS_TO[seed % len(JUMPS_TO)] * (cost_ms - self.bound_ms)
             most_ms = min(self.bound_ms + room_ms, cost_ms * (1.0 - _WORTHWHILE))
             self.model.cut_off(most_ms)
@@ -238,6 +241,7 @@ class Search:
                 self.bound_ms = max(self.bound_ms, most_ms)
             elif outcome.termination.has_incumbent:
                 self._take(self.model.kept())
+            in_vain = in_vain + 1 if self.best is before else 0
 
     def gap_is_above(self, share: float) -> bool:
         """Whether the best choice is further from the bound, relative to its time."""
@@ -250,13 +254,9 @@ class Search:
         """
         kept = self.model.kept()
         with self.model.released():
-            is_new = True
             for _ in range(_DIVE_ROUNDS):
                 outcome = pulp_runner.run(
-                    self.model.model,
-                    backend=self.backend,
-                    relaxed=True,
-                    again=not is_new,
+                    self.model.model, backend=self.backend, relaxed=True, again=True
                 )
                 if self.left_s < 0:
                     return

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Termination
-from . import fractional, probing
+from . import probing
 from .model import GraphModel
 from .probing import Case
 from .recomputation import GraphProblem, Position
@@ -20,18 +20,16 @@ from .search import (
     IF_CLOSE,
     LOOKING,
     MOST_WORK,
-    ROWS_A_ROUND,
     GraphSolution,
     Search,
     charge_of,
 )
 
 _WORK_ON_PROBES = 10_000_000  # of roots,
-_OF_A_ROOT = 0.3  # as relaxations take less: a heuristic
 _PROBES_A_STEP = 2  # relaxations for each step before which an op may run again
 _FAR = 0.06  # a gap from which on it is worth that
 _OF_A_CASE = 0.4  # of the work left, into what is left of one case
-_OF_CASES = 0.4  # of the work, that is left when no more cases are looked at
+_OF_CASES = 0.2  # of the work, that is left when no more cases are looked at
 
 
 def solve(
@@ -69,7 +67,7 @@ class OpSearch(Search):
     """The whole search, with cases by when large ops run again.
 
     Attributes:
-        _rows: Positions that relaxations broke.
+        _rows: Positions that copies of the model have rows of.
         _probes: Work left for probing.
     """
 
@@ -86,21 +84,32 @@ class OpSearch(Search):
             self.dive()
             self._rows = tuple(self.model.rows)
             before = self.best
-            self.jump()
+            whole, self.model = self.model, self._copy_of_model()
+            self.jump()  # far and wide: the rows that this takes are left behind
+            self.model = whole
+            relaxed_ms = self.bound_ms
             self._probe()
             if self.best is before:
                 self.try_out(self.exchanged(self.best[1]))
             work = min(self.work, MOST_WORK)  # of a time limit most is for the whole
             is_too_large = self.at_root(1.0) > work * (1.0 - LOOKING)
             self.look_around(int(work * (1.0 if is_too_large else LOOKING)))
+            if self._cases_tell_more(relaxed_ms):
+                return self._ended()
         if self.best is not None and self.backend == "highs":
             is_close = not self.gap_is_above(CLOSE)
             if is_close and self.work <= MOST_WORK and charge_of(self.model) > 1.0:
                 self.work = int(self.work * IF_CLOSE)
             self.branch_from_best()
         ended = self.branch()
-        if self.best is None:
-            return ended
+        return ended if self.best is None else self._ended()
+
+    def _cases_tell_more(self, relaxed_ms: float) -> bool:
+        """Whether cases closed most of the gap: the model of the whole begins anew."""
+        assert self.best is not None
+        return 2 * self.bound_ms > self.best[0] + relaxed_ms
+
+    def _ended(self) -> Termination:
         return Termination.OPTIMAL if self.is_done() else Termination.FEASIBLE
 
     def _probe(self) -> None:
@@ -108,11 +117,12 @@ class OpSearch(Search):
         tried: set[int] = set()
         while self.gap_is_above(_FAR) and self._may_probe():
             outcome = pulp_runner.run(
-                self.model.model, backend=self.backend, relaxed=True
+                self.model.model, backend=self.backend, relaxed=True, again=True
             )
             if not outcome.termination.has_incumbent:
                 return
             self.note_bound(outcome.bound)
+            self._rows = tuple(self.model.binding_rows())
             op = probing.op_in_parts(self.model, tried)
             if op is None or self._is_too_large(op):
                 return
@@ -124,24 +134,27 @@ class OpSearch(Search):
 
     def _is_too_large(self, op: int) -> bool:
         """Whether the work left would end before much is known of an op."""
-        a_probe = _OF_A_ROOT * pulp_runner.work_of(self.model.model)[0]
+        work, _ = pulp_runner.work_of(self._copy_of_model().model)
+        a_probe = probing.OF_A_ROOT * work
         num_probes = _PROBES_A_STEP * len(self.model.occasions(op))
         return num_probes * a_probe > 2 * self._probes
 
     def branch_on(self, op: int) -> None:
         """Search case by case, by when an op runs again."""
         most_ms = self.most_ms
-        cases = probing.cases(
+        bound_ms = probing.branch(
             self.model.occasions(op),
             self._copy_of_model,
-            lambda model, case: self._bound_of(model, op, case),
+            lambda model, case: probing.bound_of(
+                model, op, case, self.most_ms, self._pay, self.backend
+            ),
+            lambda _, case: self._searched(op, case),
             self._may_probe,
         )
-        bounds = [most_ms, *(self._searched(op, case) for case in cases)]
-        self.bound_ms = max(self.bound_ms, min(bounds))
+        self.bound_ms = max(self.bound_ms, min(most_ms, bound_ms))
 
     def _copy_of_model(self) -> GraphModel:
-        """A model with these rows, and with as much fixed as there is now."""
+        """A model with some of the rows, and with as much fixed as there is now."""
         model = GraphModel(self.problem, budget_bytes=self.budget_bytes)
         for position in self._rows:
             model.add_row(position)
@@ -149,32 +162,12 @@ class OpSearch(Search):
             model.keep[v].lowBound, model.keep[v].upBound = k.lowBound, k.upBound
         return model
 
-    def _bound_of(self, model: GraphModel, op: int, case: Case) -> float | None:
-        """Bound on the time of a case's choices, None if none is cheap enough."""
-        probing.add_rows(model, op, case)
-        with probing.within(model, op, case):
-            while True:
-                work, _ = pulp_runner.work_of(model.model)
-                self._probes -= int(_OF_A_ROOT * work)
-                outcome = pulp_runner.run(
-                    model.model, backend=self.backend, relaxed=True
-                )
-                if not outcome.termination.has_incumbent or outcome.bound is None:
-                    return None
-                bound_ms = model.in_ms(outcome.bound)
-                if bound_ms >= self.most_ms:
-                    return None
-                broken = fractional.broken(model, self.budget_bytes)
-                new = [position for position in broken if position not in model.rows]
-                if not case.is_single or not new:
-                    return bound_ms
-                for position in new[:ROWS_A_ROUND]:
-                    model.add_row(position)
+    def _pay(self, work: int) -> None:
+        self._probes -= work
 
     def _searched(self, op: int, case: Case) -> float:
         """Search among the choices of a case; returns what is proven of them."""
-        is_searched = case.is_single and case.bound < self.most_ms
-        if not is_searched or self.work <= _OF_CASES * MOST_WORK:
+        if case.bound >= self.most_ms or self.work <= _OF_CASES * MOST_WORK:
             return case.bound
         search = Search(self.problem, self.budget_bytes, None, self.gap, self.backend)
         search.model, search.ends = self._copy_of_model(), self.ends

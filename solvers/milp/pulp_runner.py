@@ -125,8 +125,9 @@ def run(
         threads: Number of threads of the solver.
         relaxed: Ignore that variables are integer: solve the LP relaxation.
         warm_start: Offer the values the variables hold now as a first incumbent.
-        again: The model was solved before, and only right-hand sides, bounds and the
-            objective have changed since: HiGHS starts from where it ended.
+        again: Where this model was solved last in the same way, relaxed or not, HiGHS
+            starts from where it ended. Since then right-hand sides, bounds and the
+            objective may have changed, and rows and variables have been added.
         jump: Only look for an incumbent, by HiGHS's feasibility jump with this seed:
             a local search that takes little time. CBC has none and finds nothing.
 
@@ -161,7 +162,7 @@ def run(
         most_looks = _Looks(_LOOKS_UNTIL_JUMPED, _LOOKS_UNTIL_JUMPED)
         options |= {"mip_heuristic_run_feasibility_jump": True, "random_seed": jump}
     runner = _run_highs if backend == "highs" else _run_cbc
-    if again and backend == "highs":
+    if again and backend == "highs" and _was_solved(model, relaxed=relaxed):
         termination, bound, looks = _rerun_highs(model)
     else:
         termination, bound, looks = runner(
@@ -304,11 +305,13 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         start: The first incumbent, if there is one.
         most_looks: How often a MILP may look at its limits; None for no limit.
         looks: How often it did.
+        passed: Variables that HiGHS has, by id.
     """
 
     start: list[float] | None = None
     most_looks: _Looks | None = None
     looks: int = 0
+    passed: set[int]
 
     def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
         """Create the solver as PuLP does, but on a HiGHS that prints nothing."""
@@ -328,6 +331,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         variables, matrix = lp.variables(), _matrix(lp)
         passed = highspy.HighsLp()
         passed.num_col_, passed.num_row_ = len(variables), len(matrix.rows)
+        self.passed = {id(v) for v in variables}
         for i, v in enumerate(variables):
             v.index = i
         passed.col_cost_ = np.array([lp.objective.get(v, 0.0) for v in variables])
@@ -408,7 +412,38 @@ def _run_highs(
     return _highs_outcome(model, status, solver.looks, relaxed=relaxed)
 
 
+def _was_solved(model: pulp.LpProblem, *, relaxed: bool) -> bool:
+    """Whether the model has a HiGHS that solved it last, in this way."""
+    solver = getattr(model, "solver", None)
+    return isinstance(solver, _Highs) and solver.mip != relaxed
+
+
+def _pass_new(model: pulp.LpProblem) -> None:
+    """Add the variables and rows that HiGHS does not have yet."""
+    solver, highs = model.solver, model.solverModel
+    variables, matrix = model.variables(), _matrix(model)
+    if len(variables) > highs.getNumCol():
+        new = [v for v in variables if id(v) not in solver.passed]
+        for i, v in enumerate(new, highs.getNumCol()):
+            v.index = i
+        solver.passed.update(id(v) for v in new)
+        lowest = _or(-math.inf, (v.lowBound for v in new))
+        highs.addVars(len(new), lowest, _or(math.inf, (v.upBound for v in new)))
+    first = highs.getNumRow()
+    if len(matrix.rows) > first:
+        for i, constraint in enumerate(matrix.rows[first:], first):
+            constraint.index = i
+        index = np.array([v.index for v in variables], np.int32)
+        start = int(matrix.starts[first])
+        starts = (matrix.starts[first:-1] - start).astype(np.int32)
+        columns, coefficients = matrix.columns[start:], matrix.coefficients[start:]
+        low, high = (bounds[first:] for bounds in matrix.bounds())
+        count, size = len(matrix.rows) - first, len(columns)
+        highs.addRows(count, low, high, size, starts, index[columns], coefficients)
+
+
 def _rerun_highs(model: pulp.LpProblem) -> _Answer:
+    _pass_new(model)
     variables = model.variables()
     count, columns = len(variables), np.array([v.index for v in variables], np.int32)
     costs = np.array([model.objective.get(v, 0.0) for v in variables])
