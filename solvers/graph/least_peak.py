@@ -7,27 +7,15 @@ rounded and repaired, jumps (`_jumped`) and a MILP lower what is found.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Termination
-from . import fractional, local_search, probing
+from . import local_search, probing, relaxing
+from .limits import Limits, charge_of
 from .model import GraphModel
 from .recomputation import GraphProblem, Position, Replay, peak_bytes, recompute_ms
-from .search import (
-    ANY_WORK,
-    JUMPS_TO,
-    LP_ROUNDS,
-    MOST_JUMPS,
-    OF_A_JUMP,
-    PATIENCE,
-    ROWS_A_ROUND,
-    SHARES,
-    GraphSolution,
-    charge_of,
-    hardly_rises,
-)
+from .search import JUMPS_TO, MOST_JUMPS, OF_A_JUMP, PATIENCE, GraphSolution
 
 _WORK = 2_000_000  # of MILPs,
 _WORK_ON_JUMPS = 4_000_000  # and of roots alone, as jumps look at nothing else
@@ -69,7 +57,8 @@ def lowest(
         As `solve`; ``peak_bytes`` is the least that was found, ``bound_bytes`` is
         proven, ``termination`` says whether they are equal (to the solver's tolerance).
     """
-    search = LeastPeakSearch(problem, start, time_limit_s, backend)
+    limits = Limits(backend=backend, time_limit_s=time_limit_s)
+    search = LeastPeakSearch(problem, start, limits)
     for with_ops in (False, True):  # both find what the other does not: a heuristic
         search.relax(with_ops=with_ops)
         if with_ops:
@@ -92,13 +81,10 @@ class LeastPeakSearch:
         self,
         problem: GraphProblem,
         start: Iterable[frozenset[int]],
-        time_limit_s: float | None,
-        backend: Backend,
+        limits: Limits,
     ) -> None:
         self.problem = problem
-        self._backend: Backend = backend
-        self._started = time.perf_counter()
-        self._limit_s = math.inf if time_limit_s is None else time_limit_s
+        self._limits = limits
         self.best = _least(problem, (problem.kept_plainly, *start))
         self.best_bytes = peak_bytes(problem, self.best)
         self.bound_bytes = needed_at_once(problem)
@@ -109,11 +95,7 @@ class LeastPeakSearch:
 
     def _is_done(self) -> bool:
         is_proven = self.best_bytes <= self.bound_bytes * (1 + _TOLERANCE)
-        return is_proven or self._left_s < 0
-
-    @property
-    def _left_s(self) -> float:
-        return self._limit_s - (time.perf_counter() - self._started)
+        return is_proven or self._limits.left_s < 0
 
     def relax(self, *, with_ops: bool) -> None:
         """Add the rows that relaxations break, and round the last one.
@@ -122,34 +104,31 @@ class LeastPeakSearch:
             with_ops: Rows of ops that run again, too, not of steps alone.
         """
         self._model.set_peak(at_most=_LOOSE * self.best_bytes)
-        bounds: list[float] = []
-        for _ in range(LP_ROUNDS):
-            outcome = pulp_runner.run(
-                self._model.model, backend=self._backend, relaxed=True, again=True
-            )
-            if outcome.bound is None:
-                return
-            bounds.append(outcome.bound)
-            self._note_bound(outcome.bound)
-            if self._is_done():
-                return
-            broken = fractional.broken(
-                self._model, outcome.bound * _MIB, with_ops=with_ops
-            )
-            new = [p for p in broken if p not in self._model.rows]
-            if not new or hardly_rises(bounds, _ROUNDS_TO_RISE):
-                break
-            for position in new[: 2 * ROWS_A_ROUND]:
-                self._model.add_row(position)
-        rounded = [self._model.kept(share) for share in SHARES]
-        self._try_out(self.best, *rounded)
+        ended = relaxing.relax(
+            self._model,
+            self._limits.backend,
+            self._is_enough,
+            with_ops=with_ops,
+            rows_a_round=2 * relaxing.ROWS_A_ROUND,
+            rounds_to_rise=_ROUNDS_TO_RISE,
+        )
+        if ended is Termination.OPTIMAL and not self._is_done():
+            rounded = [self._model.kept(share) for share in relaxing.SHARES]
+            self._try_out(self.best, *rounded)
+
+    def _is_enough(self, bound: float) -> bool:
+        self._note_bound(bound)
+        return self._is_done()
 
     def probe(self) -> None:
         """Raise the bound by when large ops run again, see `probing.py`."""
         tried: set[int] = set()
         while not self._is_done() and self._probes > 0:
             outcome = pulp_runner.run(
-                self._model.model, backend=self._backend, relaxed=True, again=True
+                self._model.model,
+                backend=self._limits.backend,
+                relaxed=True,
+                again=True,
             )
             if outcome.bound is None:
                 return
@@ -166,10 +145,10 @@ class LeastPeakSearch:
             self._model.occasions(op),
             lambda: self._copy_of_model(rows),
             lambda model, case: probing.bound_of(
-                model, op, case, most, self._pay, self._backend
+                model, op, case, most, self._pay, self._limits.backend
             ),
             lambda _, case: case.bound,
-            lambda: self._probes > 0 and self._left_s > 0,
+            lambda: self._probes > 0 and self._limits.left_s > 0,
         )
         self._note_bound(min(most, bound) / _MIB)
         return self.bound_bytes > before_bytes
@@ -197,7 +176,7 @@ class LeastPeakSearch:
             self._model.set_peak(at_most=most)
             with self._model.any_peak():
                 outcome = pulp_runner.run(
-                    self._model.model, backend=self._backend, jump=seed
+                    self._model.model, backend=self._limits.backend, jump=seed
                 )
             if outcome.termination is Termination.INFEASIBLE:
                 self._note_bound(most / _MIB)
@@ -207,14 +186,14 @@ class LeastPeakSearch:
 
     def branch(self) -> None:
         """Solve the MILP until what it chooses is proven, or the work is done."""
-        work: float = _WORK if math.isinf(self._limit_s) else ANY_WORK
+        work = self._limits.work(_WORK)
         while work > 0 and not self._is_done():
             self._model.set_peak(at_most=_LOOSE * self.best_bytes)
-            charge, left_s = charge_of(self._model), self._left_s
+            charge = charge_of(self._model)
             outcome = pulp_runner.run(
                 self._model.model,
-                backend=self._backend,
-                time_limit_s=left_s if math.isfinite(left_s) else None,
+                backend=self._limits.backend,
+                time_limit_s=self._limits.solver_limit_s,
                 work_limit=int(work / charge),
             )
             work -= max(1, int(outcome.work * charge))
@@ -254,17 +233,14 @@ class LeastPeakSearch:
         highest = replay.peak.live_bytes
         limit = max(above_bytes, highest - (highest - above_bytes) // 2)
         positions = (moment.position for moment in replay.above(limit))
-        new = [p for p in positions if p not in self._model.rows]
-        for position in new[:ROWS_A_ROUND]:
-            self._model.add_row(position)
-        return bool(new)
+        return relaxing.add_rows(self._model, positions)
 
     def solution(self) -> GraphSolution:
         is_proven = self.best_bytes <= self.bound_bytes * (1 + _TOLERANCE)
         return GraphSolution(
             termination=Termination.OPTIMAL if is_proven else Termination.FEASIBLE,
             objective_ms=recompute_ms(self.problem, self.best),
-            solve_s=time.perf_counter() - self._started,
+            solve_s=self._limits.solve_s,
             kept=self.best,
             peak_bytes=self.best_bytes,
             bound_bytes=min(self.bound_bytes, self.best_bytes),

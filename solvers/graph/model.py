@@ -172,6 +172,10 @@ class GraphModel(TimedChoices):
         """A bound on the objective as one on time, or on the peak in bytes."""
         return bound * _MIB if self.budget_bytes is None else self.in_ms(bound)
 
+    def cap_bytes(self, bound: float) -> float:
+        """The budget, or a bound on the peak, where the objective is that."""
+        return bound * _MIB if self.budget_bytes is None else self.budget_bytes
+
     def set_peak(
         self, *, at_least: int | None = None, at_most: int | None = None
     ) -> None:

@@ -9,7 +9,6 @@ forbidden, as other places for its moves may be better: so every bound holds.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,7 +16,8 @@ import numpy as np
 
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Solution, Termination
-from . import fractional, move_search, rounding
+from . import move_search, relaxing
+from .limits import Limits, charge_of
 from .move_model import MoveModel
 from .moving import (
     Choice,
@@ -29,12 +29,8 @@ from .moving import (
     plan_moves,
 )
 from .recomputation import Position, stretches
-from .search import charge_of, hardly_rises
 
-_ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
 _SPREAD = 6  # positions of forward, and of backward, to begin with
-_LP_ROUNDS = 40  # of adding rows to the relaxation
-_SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept
 _MOST_WORK = 4_000_000  # of all MILPs of one budget: some ten seconds
 _MOST_FORBIDDEN = 16  # choices, one by one
 _MIB = 2**20
@@ -74,7 +70,10 @@ def solve(
         The outcome, with a bound for every plan that recomputes and moves a value at
         most once. A budget that no plan was found for is an outcome, not an error.
     """
-    search = _Search(problem, budget_bytes, time_limit_s, relative_gap, backend)
+    limits = Limits(
+        backend=backend, time_limit_s=time_limit_s, relative_gap=relative_gap
+    )
+    search = _Search(problem, budget_bytes, limits)
     search.begin([*start])
     if not search.is_done():
         search.run()
@@ -89,20 +88,10 @@ class _Search:
         bound_ms: Proven so far.
     """
 
-    def __init__(
-        self,
-        problem: MoveProblem,
-        budget_bytes: int,
-        time_limit_s: float | None,
-        relative_gap: float,
-        backend: Backend,
-    ) -> None:
+    def __init__(self, problem: MoveProblem, budget_bytes: int, limits: Limits) -> None:
         self.problem = problem
         self.budget_bytes = budget_bytes
-        self.started = time.perf_counter()
-        self._ends = math.inf if time_limit_s is None else self.started + time_limit_s
-        self._gap = relative_gap
-        self._backend: Backend = backend
+        self._limits = limits
         self.model = MoveModel(problem, budget_bytes=budget_bytes)
         self.best: MovePlan | None = None
         self.bound_ms = 0.0
@@ -112,12 +101,10 @@ class _Search:
         """Whether the best plan is proven as close to the best as is asked for."""
         if self.best is None:
             return False
-        cost_ms = self.best.cost_ms
-        return cost_ms - self.bound_ms <= self._gap * cost_ms
+        return self._limits.closes(self.best.cost_ms, self.bound_ms)
 
-    @property
-    def _left_s(self) -> float:
-        return self._ends - time.perf_counter()
+    def _is_over(self) -> bool:
+        return self.is_done() or self._limits.left_s < 0
 
     def begin(self, starts: list[MovePlan]) -> None:
         """Try out the best of some plans that fit, and keeping or moving everything."""
@@ -152,12 +139,6 @@ class _Search:
         if plan is not None:
             self._take(move_search.improved(self.problem, plan, self.budget_bytes))
 
-    def _add_rows(self, positions: Iterable[Position]) -> bool:
-        new = [p for p in positions if p not in self.model.rows]
-        for position in new[:_ROWS_A_ROUND]:
-            self.model.add_row(position)
-        return bool(new)
-
     def _spread(self, choice: Choice) -> list[Position]:
         """Positions of forward and backward over the budget, evenly spread."""
         step = MovedStep(self.problem, choice)
@@ -177,55 +158,40 @@ class _Search:
 
     def _note_bound(self, bound: float | None, most_ms: float = math.inf) -> None:
         if bound is not None:
-            bound_ms = bound / self.model.time_scale - self.model.tie_break_ms
-            self.bound_ms = max(self.bound_ms, min(bound_ms, most_ms))
+            self.bound_ms = max(self.bound_ms, min(self.model.in_ms(bound), most_ms))
 
     def run(self) -> None:
         """Solve the relaxation, round it, then the model until its choice fits."""
-        if not self._relax():
+        for position in self._spread(Choice(self.problem.graph.kept_plainly)):
+            self.model.add_row(position)
+        ended = relaxing.relax(self.model, self._limits.backend, self._is_enough)
+        if ended is not Termination.OPTIMAL:
             return
-        for share in _SHARES:
+        for share in relaxing.SHARES:
             if self.is_done():
                 return
             self.try_out(self.model.choice(share))
         self._branch()
 
-    def _relax(self) -> bool:
-        """Solve relaxations until they keep the budget; whether any choice could."""
-        for position in self._spread(Choice(self.problem.graph.kept_plainly)):
-            self.model.add_row(position)
-        bounds: list[float] = []
-        for _ in range(_LP_ROUNDS):
-            outcome = pulp_runner.run(
-                self.model.model, backend=self._backend, relaxed=True, again=True
-            )
-            if not outcome.termination.has_incumbent:
-                return False
-            self._note_bound(outcome.bound)
-            bounds.append(self.bound_ms)
-            if self.is_done() or self._left_s < 0 or hardly_rises(bounds):
-                break
-            over = fractional.broken(self.model, self.budget_bytes)
-            is_rounded = rounding.add_rounded_rows(self.model)
-            if not self._add_rows(over) and not is_rounded:
-                break
-        return True
+    def _is_enough(self, bound: float) -> bool:
+        self._note_bound(bound)
+        return self._is_over()
 
     def _branch(self) -> None:
         """Solve the model until its choice fits, or the work is done."""
-        work = _MOST_WORK if math.isinf(self._ends) else 2**50
-        while not self.is_done() and self._left_s > 0 and work > 0:
+        work = self._limits.work(_MOST_WORK)
+        while not self._is_over() and work > 0:
             most_ms = math.inf
             if self.best is not None:
-                most_ms = self.best.cost_ms * (1.0 - self._gap)
+                most_ms = self.best.cost_ms * (1.0 - self._limits.relative_gap)
                 self.model.cut_off(most_ms)
             rate = charge_of(self.model)
             outcome = pulp_runner.run(
                 self.model.model,
-                backend=self._backend,
-                time_limit_s=self._left_s if math.isfinite(self._left_s) else None,
+                backend=self._limits.backend,
+                time_limit_s=self._limits.solver_limit_s,
                 work_limit=int(work / rate),
-                relative_gap=self._gap,
+                relative_gap=self._limits.relative_gap,
             )
             work -= max(1, int(outcome.work * rate))
             if outcome.termination is Termination.INFEASIBLE:
@@ -237,11 +203,11 @@ class _Search:
                 return
             choice = self.model.choice()
             self.try_out(choice)
-            if not self._add_rows(self._broken(choice)):
+            if not relaxing.add_rows(self.model, self._broken(choice)):
                 return
 
     def solution(self) -> MoveSolution:
-        solve_s = time.perf_counter() - self.started
+        solve_s = self._limits.solve_s
         if self.best is None:
             return MoveSolution(termination=Termination.NO_INCUMBENT, solve_s=solve_s)
         is_done = self.is_done()
@@ -286,43 +252,35 @@ def lowest(
         time_limit_s: Stop branching after about so long.
         backend: Which MILP solver to run.
     """
-    ends = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
+    limits = Limits(backend=backend, time_limit_s=time_limit_s)
     plain = problem.graph.kept_plainly
     best = _least(problem, (Choice(plain), *start), 0)
     model = MoveModel(problem, budget_bytes=None)
-    _add_rows(model, broken(problem, best[1], best[0] - 1))
+    relaxing.add_rows(model, broken(problem, best[1], best[0] - 1))
     bounds: list[float] = []
-    for _ in range(_LP_ROUNDS):
-        outcome = pulp_runner.run(
-            model.model, backend=backend, relaxed=True, again=True
-        )
-        if outcome.bound is None or time.perf_counter() > ends:
-            break
-        bounds.append(outcome.bound)
-        over = fractional.broken(model, outcome.bound * _MIB)
-        if not _add_rows(model, over) or hardly_rises(bounds):
-            break
-    rounded = [model.choice(share) for share in _SHARES] if bounds else []
+
+    def is_enough(bound: float) -> bool:
+        bounds.append(bound)
+        return limits.left_s < 0
+
+    relaxing.relax(model, backend, is_enough)
+    rounded = [model.choice(share) for share in relaxing.SHARES] if bounds else []
     best = _least(problem, rounded, round(max(bounds, default=0.0) * _MIB), best)
-    return _branched(problem, model, best, ends, backend)
+    return _branched(problem, model, best, limits)
 
 
 def _branched(
-    problem: MoveProblem,
-    model: MoveModel,
-    best: tuple[int, Choice],
-    ends: float,
-    backend: Backend,
+    problem: MoveProblem, model: MoveModel, best: tuple[int, Choice], limits: Limits
 ) -> tuple[int, Choice]:
     """Solve the model of the least peak until rows hold, or the work is done."""
-    work = _MOST_WORK if math.isinf(ends) else 2**50
+    work = limits.work(_MOST_WORK)
     forbids = _MOST_FORBIDDEN
-    while work > 0 and (left_s := ends - time.perf_counter()) > 0:
+    while work > 0 and limits.left_s > 0:
         rate = charge_of(model)
         outcome = pulp_runner.run(
             model.model,
-            backend=backend,
-            time_limit_s=left_s if math.isfinite(left_s) else None,
+            backend=limits.backend,
+            time_limit_s=limits.solver_limit_s,
             work_limit=int(work / rate),
         )
         work -= max(1, int(outcome.work * rate))
@@ -337,20 +295,13 @@ def _branched(
             over = broken(problem, choice, cap_bytes)
         except ValueError:  # it needs a pinned op again
             break
-        if not _add_rows(model, over):
+        if not relaxing.add_rows(model, over):
             # All that it breaks are rows: of what is made again some count too little.
             if not forbids or not model.keep:
                 break
             forbids -= 1
             model.forbid(choice.kept)
     return best
-
-
-def _add_rows(model: MoveModel, positions: Iterable[Position]) -> bool:
-    new = [p for p in positions if p not in model.rows]
-    for position in new[:_ROWS_A_ROUND]:
-        model.add_row(position)
-    return bool(new)
 
 
 def _least(

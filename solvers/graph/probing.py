@@ -142,8 +142,7 @@ def bound_of(
             if not left:
                 return bound
             left -= 1
-            cap_bytes = bound if model.budget_bytes is None else model.budget_bytes
-            broken = fractional.broken(model, cap_bytes)
+            broken = fractional.broken(model, model.cap_bytes(outcome.bound))
             new = [position for position in broken if position not in model.rows]
             if not new:
                 return bound

@@ -9,13 +9,13 @@ that recompute a value at most once, just before its first use.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..milp import pulp_runner
-from ..milp.solution import Backend, Solution, Termination
-from . import fractional, local_search, rounding
+from ..milp.solution import Solution, Termination
+from . import fractional, local_search, relaxing
+from .limits import Limits, charge_of
 from .model import GraphModel
 from .recomputation import (
     GraphProblem,
@@ -25,18 +25,10 @@ from .recomputation import (
     recompute_ms,
 )
 
-ROWS_A_ROUND = 4  # positions that become rows at once: a heuristic
-LP_ROUNDS = 40  # of adding rows to the relaxation: a start, no proof hangs on it
-_LEAST_RISE = 1e-3  # of the bound, in `_ROUNDS_TO_RISE` rounds of adding rows: else
-_ROUNDS_TO_RISE = 3  # more rows are not worth their time
-SHARES = (0.5, 1.0 - 1e-6, 1e-6)  # from which fractional values are kept: heuristics
 MOST_WORK = 6_000_000  # of all MILPs, see `charge_of`: some ten seconds
 CLOSE = 0.03  # a gap from which on large models get less work, as they prove little:
 IF_CLOSE = 0.25  # times as much
 _IF_WIDE = 2.0  # times the work, while the gap of the whole is wide
-ANY_WORK = 2**50
-_MANY_COLUMNS = 2500  # from which on a unit of work takes longer, as LPs do,
-_POWER_OF_COLUMNS = 2.5  # by this power: a heuristic
 LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
 _DECIDED = 0.25  # of the fractions, at once
 _DIVE_ROUNDS = 100  # of deciding about them: a heuristic
@@ -72,29 +64,20 @@ class Search:
     """Search with rows on demand: positions where a choice breaks the budget.
 
     Attributes:
-        problem, budget_bytes, gap, backend: What is asked for.
+        problem, budget_bytes, limits: What is asked for.
         model: The model with the rows so far.
         best: Time and kept values of the best choice that fits.
         bound_ms: Proven so far.
         work: Left for MILPs.
-        ends: When to stop, in seconds of `time.perf_counter`.
     """
 
     def __init__(
-        self,
-        problem: GraphProblem,
-        budget_bytes: int,
-        time_limit_s: float | None,
-        relative_gap: float,
-        backend: Backend,
+        self, problem: GraphProblem, budget_bytes: int, limits: Limits
     ) -> None:
         self.problem = problem
         self.budget_bytes = budget_bytes
-        self.started = time.perf_counter()
-        self.ends = math.inf if time_limit_s is None else self.started + time_limit_s
-        self.work = MOST_WORK if time_limit_s is None else ANY_WORK
-        self.gap = relative_gap
-        self.backend: Backend = backend
+        self.limits = limits
+        self.work = limits.work(MOST_WORK)
         self.model = GraphModel(problem, budget_bytes=budget_bytes)
         self.best: tuple[float, frozenset[int]] | None = None
         self.bound_ms = 0.0
@@ -103,12 +86,11 @@ class Search:
         """Whether the best choice is proven as close to the best as is asked for."""
         if self.best is None:
             return False
-        return self.best[0] - self.bound_ms <= self.gap * self.best[0]
+        return self.limits.closes(self.best[0], self.bound_ms)
 
-    @property
-    def left_s(self) -> float:
-        """Seconds until the search ends."""
-        return self.ends - time.perf_counter()
+    def is_over(self) -> bool:
+        """Whether nothing more is to be looked for."""
+        return self.is_done() or self.limits.left_s < 0
 
     def try_out(self, kept: frozenset[int]) -> list[Position]:
         """Replay a choice: improve it if it fits, else list positions over the cap."""
@@ -132,40 +114,26 @@ class Search:
 
     def add_rows(self, positions: Iterable[Position]) -> bool:
         """Make some positions rows; whether any is new."""
-        new = [p for p in positions if p not in self.model.rows]
-        for position in new[:ROWS_A_ROUND]:
-            self.model.add_row(position)
-        return bool(new)
+        return relaxing.add_rows(self.model, positions)
 
     @property
     def most_ms(self) -> float:
         """What choices must be cheaper than to be looked for."""
-        return math.inf if self.best is None else self.best[0] * (1.0 - self.gap)
+        gap = self.limits.relative_gap
+        return math.inf if self.best is None else self.best[0] * (1.0 - gap)
 
     def relax(self) -> Termination:
-        """Solve relaxations until they keep the budget; repair the last one, rounded.
-
-        What the variables hold is checked at all positions, fractions included.
-        """
+        """Solve relaxations until they keep the budget; repair the last, rounded."""
         self.add_rows(self.try_out(self.problem.kept_plainly))
-        bounds: list[float] = []
-        for _ in range(LP_ROUNDS):
-            outcome = pulp_runner.run(
-                self.model.model, backend=self.backend, relaxed=True, again=True
-            )
-            if not outcome.termination.has_incumbent:
-                return outcome.termination
-            self.note_bound(outcome.bound)
-            bounds.append(self.bound_ms)
-            if self.is_done() or self.left_s < 0 or hardly_rises(bounds):
-                break
-            broken = fractional.broken(self.model, self.budget_bytes)
-            is_rounded = rounding.add_rounded_rows(self.model)
-            if not self.add_rows(broken) and not is_rounded:
-                break
-        for share in SHARES:
-            self._repair(self.model.kept(share))
-        return Termination.OPTIMAL
+        ended = relaxing.relax(self.model, self.limits.backend, self._is_enough)
+        if ended is Termination.OPTIMAL:
+            for share in relaxing.SHARES:
+                self._repair(self.model.kept(share))
+        return ended
+
+    def _is_enough(self, bound: float) -> bool:
+        self.note_bound(bound)
+        return self.is_over()
 
     def note_bound(self, bound: float | None, most_ms: float = math.inf) -> None:
         """Note a bound on the model's objective, as far as it holds."""
@@ -181,7 +149,7 @@ class Search:
 
         With a choice at hand only such as are enough cheaper are looked for.
         """
-        while not self.is_done() and self.left_s > 0 and self.work > 0:
+        while not self.is_over() and self.work > 0:
             most_ms = self.most_ms
             if self.best is not None:
                 self.model.cut_off(most_ms)
@@ -202,16 +170,16 @@ class Search:
         By that HiGHS fixes variables and prunes, which it does not by a row. Whether
         a choice is better by less than the tie-break is not told apart here.
         """
-        while not self.is_done() and self.left_s > 0 and self.work > 0:
+        while not self.is_over() and self.work > 0:
             assert self.best is not None
             cost_ms, best = self.best
             self.model.cut_off(_LOOSE * cost_ms)
             with self.model.held(best, ()):
-                held = pulp_runner.run(self.model.model, backend=self.backend)
+                held = pulp_runner.run(self.model.model, backend=self.limits.backend)
             if not held.termination.has_incumbent:
                 return
             before = self.model.kept()
-            gap = max(0.0, self.gap - self.model.tie_break_ms / cost_ms)
+            gap = max(0.0, self.limits.relative_gap - self.model.tie_break_ms / cost_ms)
             outcome = self._solve(
                 self.work, relative_gap=gap, warm_start=True, more_if_wide=_IF_WIDE
             )
@@ -228,7 +196,7 @@ class Search:
         work, in_vain = _WORK_ON_JUMPS, 0
         for seed in range(MOST_JUMPS):
             work -= int(OF_A_JUMP * pulp_runner.work_of(self.model.model)[0])
-            if work < 0 or self.is_done() or self.left_s < 0 or in_vain == PATIENCE:
+            if work < 0 or self.is_over() or in_vain == PATIENCE:
                 return
             assert self.best is not None
             before = self.best
@@ -236,7 +204,9 @@ class Search:
             room_ms = JUMPS_TO[seed % len(JUMPS_TO)] * (cost_ms - self.bound_ms)
             most_ms = min(self.bound_ms + room_ms, cost_ms * (1.0 - _WORTHWHILE))
             self.model.cut_off(most_ms)
-            outcome = pulp_runner.run(self.model.model, backend=self.backend, jump=seed)
+            outcome = pulp_runner.run(
+                self.model.model, backend=self.limits.backend, jump=seed
+            )
             if outcome.termination is Termination.INFEASIBLE:
                 self.bound_ms = max(self.bound_ms, most_ms)
             elif outcome.termination.has_incumbent:
@@ -256,9 +226,12 @@ class Search:
         with self.model.released():
             for _ in range(_DIVE_ROUNDS):
                 outcome = pulp_runner.run(
-                    self.model.model, backend=self.backend, relaxed=True, again=True
+                    self.model.model,
+                    backend=self.limits.backend,
+                    relaxed=True,
+                    again=True,
                 )
-                if self.left_s < 0:
+                if self.limits.left_s < 0:
                     return
                 if not outcome.termination.has_incumbent:
                     break
@@ -286,7 +259,7 @@ class Search:
         size = max(_LEAST_STRETCH, int(len(values) * share))
         starts = range(0, len(values), max(1, size // 2))
         for first in starts:
-            while not self.is_done() and self.left_s > 0 and self.work > least:
+            while not self.is_over() and self.work > least:
                 assert self.best is not None
                 before = self.best
                 self.model.cut_off(before[0] * (1.0 - _WORTHWHILE))
@@ -322,10 +295,12 @@ class Search:
         charge = charge_of(self.model, share)
         outcome = pulp_runner.run(
             self.model.model,
-            backend=self.backend,
-            time_limit_s=self.left_s if math.isfinite(self.left_s) else None,
+            backend=self.limits.backend,
+            time_limit_s=self.limits.solver_limit_s,
             work_limit=int(work / charge),
-            relative_gap=self.gap if relative_gap is None else relative_gap,
+            relative_gap=self.limits.relative_gap
+            if relative_gap is None
+            else relative_gap,
             warm_start=warm_start,
             more_if_wide=more_if_wide,
         )
@@ -351,7 +326,7 @@ class Search:
 
     def solution(self, termination: Termination) -> GraphSolution:
         """What was found."""
-        solve_s = time.perf_counter() - self.started
+        solve_s = self.limits.solve_s
         rows = len(self.model.rows)
         if self.best is None or not termination.has_incumbent:
             return GraphSolution(
@@ -367,20 +342,3 @@ class Search:
             peak_bytes=peak_bytes(self.problem, kept),
             num_rows=rows,
         )
-
-
-def charge_of(model: GraphModel, share: float = 1.0) -> float:
-    """What a unit of `pulp_runner`'s work counts if a share of the values is free.
-
-    A heuristic, by times of MILPs: held values leave columns and rows out, and large
-    LPs take longer than their size tells.
-    """
-    columns = share * len(model.model.variables())
-    return float(share * max(1.0, columns / _MANY_COLUMNS) ** _POWER_OF_COLUMNS)
-
-
-def hardly_rises(bounds: list[float], rounds: int = _ROUNDS_TO_RISE) -> bool:
-    """Whether the last rounds of rows have hardly raised the bound."""
-    if len(bounds) <= rounds:
-        return False
-    return bounds[-1] - bounds[-1 - rounds] <= _LEAST_RISE * bounds[-1]

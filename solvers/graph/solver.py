@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Termination
 from . import probing
+from .limits import Limits, charge_of
 from .model import GraphModel
 from .probing import Case
 from .recomputation import GraphProblem, Position
@@ -22,7 +23,6 @@ from .search import (
     MOST_WORK,
     GraphSolution,
     Search,
-    charge_of,
 )
 
 _WORK_ON_PROBES = 10_000_000  # of roots,
@@ -55,7 +55,10 @@ def solve(
     Returns:
         The outcome. A budget that no choice meets is an outcome, not an error.
     """
-    search = OpSearch(problem, budget_bytes, time_limit_s, relative_gap, backend)
+    limits = Limits(
+        backend=backend, time_limit_s=time_limit_s, relative_gap=relative_gap
+    )
+    search = OpSearch(problem, budget_bytes, limits)
     for kept in dict.fromkeys((problem.kept_plainly, *start)):
         search.try_out(kept)
     if search.is_done():
@@ -96,7 +99,7 @@ class OpSearch(Search):
             self.look_around(int(work * (1.0 if is_too_large else LOOKING)))
             if self._cases_tell_more(relaxed_ms):
                 return self._ended()
-        if self.best is not None and self.backend == "highs":
+        if self.best is not None and self.limits.backend == "highs":
             is_close = not self.gap_is_above(CLOSE)
             if is_close and self.work <= MOST_WORK and charge_of(self.model) > 1.0:
                 self.work = int(self.work * IF_CLOSE)
@@ -117,7 +120,10 @@ class OpSearch(Search):
         tried: set[int] = set()
         while self.gap_is_above(_FAR) and self._may_probe():
             outcome = pulp_runner.run(
-                self.model.model, backend=self.backend, relaxed=True, again=True
+                self.model.model,
+                backend=self.limits.backend,
+                relaxed=True,
+                again=True,
             )
             if not outcome.termination.has_incumbent:
                 return
@@ -130,7 +136,7 @@ class OpSearch(Search):
             self.branch_on(op)
 
     def _may_probe(self) -> bool:
-        return self._probes > 0 and self.left_s > 0
+        return self._probes > 0 and self.limits.left_s > 0
 
     def _is_too_large(self, op: int) -> bool:
         """Whether the work left would end before much is known of an op."""
@@ -146,7 +152,7 @@ class OpSearch(Search):
             self.model.occasions(op),
             self._copy_of_model,
             lambda model, case: probing.bound_of(
-                model, op, case, self.most_ms, self._pay, self.backend
+                model, op, case, self.most_ms, self._pay, self.limits.backend
             ),
             lambda _, case: self._searched(op, case),
             self._may_probe,
@@ -169,8 +175,8 @@ class OpSearch(Search):
         """Search among the choices of a case; returns what is proven of them."""
         if case.bound >= self.most_ms or self.work <= _OF_CASES * MOST_WORK:
             return case.bound
-        search = Search(self.problem, self.budget_bytes, None, self.gap, self.backend)
-        search.model, search.ends = self._copy_of_model(), self.ends
+        search = Search(self.problem, self.budget_bytes, self.limits)
+        search.model = self._copy_of_model()
         search.best, search.bound_ms = self.best, case.bound
         search.work = work = int(self.work * _OF_A_CASE)
         probing.add_rows(search.model, op, case)

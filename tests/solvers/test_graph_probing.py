@@ -6,6 +6,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autosac.solvers.graph import probing, solver
+from autosac.solvers.graph.limits import Limits
 from autosac.solvers.graph.model import GraphModel
 from autosac.solvers.graph.recomputation import (
     Position,
@@ -99,7 +100,7 @@ def test_all_cases_of_an_op_together_hold_the_best_choice(problem, data):
     start = data.draw(st.sampled_from(sorted(choices, key=sorted)))
     budget = peak_bytes(problem, start)
     fitting = [cost for peak, cost in every_kept_set(problem) if peak <= budget]
-    search = solver.OpSearch(problem, budget, None, 0.0, "highs")
+    search = solver.OpSearch(problem, budget, Limits(backend="highs"))
     ops = [op for op in search.model.run if search.model.occasions(op)]
     assume(ops)
     search.try_out(start)
