@@ -1,9 +1,10 @@
 """Graph plans of steps drawn by chance: how close to the bound, and how soon?
 
-    python -m benchmarks.drawn_graphs [--recurrent 6] [--nets 4] [--timm 1]
+    python -m benchmarks.drawn_graphs [--recurrent 6] [--nets 4] [--nested 6] [--timm 1]
         [--transformers 3] [--most-nodes 1600] [--output DIR]
 
-Recurrent layers, nets of convolutions that branch and join, models of timm (by number,
+Recurrent layers, nets of convolutions that branch and join, nets of recurrent,
+convolutional and attention parts inside one another, models of timm (by number,
 of less than 8 million parameters, at 64 pixels) and of Transformers (by number,
 shrunken as in `benchmarks.breadth`), each from a seed. A budget of 1 KiB is asked for
 first, to learn the floor; then the floor, and shares of the peak of the joint graph
@@ -43,9 +44,10 @@ from benchmarks.graph_plans import (
     translated_cell,
 )
 from benchmarks.models import drawn
+from benchmarks.models.nested import nested
 from benchmarks.models.workload import Workload, momentum, normal
 
-_SHARES = (0.6, 0.7, 0.76, 0.84, 0.92)
+_SHARES = (0.5, 0.6, 0.68, 0.76, 0.82, 0.88, 0.94)
 _PIXELS, _MOST_PARAMETERS = 64, 8_000_000
 
 _SEED = 0
@@ -147,6 +149,18 @@ def net(seed: int) -> Workload:
     return _step(f"net {seed}", lambda: Net(seed), (batch, 3, pixels, pixels))
 
 
+def nest(seed: int) -> Workload:
+    """Recurrent, convolutional and attention parts inside one another."""
+    draw = random.Random(seed)
+    batch, length = draw.choice([4, 8, 16]), draw.choice([4, 6, 8])
+    width = draw.choice([16, 32, 64])
+
+    def make_model() -> nn.Module:
+        return nested(random.Random(seed), width)
+
+    return _step(f"nest {seed}", make_model, (batch, length, width))
+
+
 def of_timm() -> Iterator[Workload]:
     """Small models of timm, shuffled."""
     import timm  # the other draws do without it
@@ -180,6 +194,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.drawn_graphs")
     parser.add_argument("--recurrent", type=int, default=6)
     parser.add_argument("--nets", type=int, default=4)
+    parser.add_argument("--nested", type=int, default=6)
     parser.add_argument("--timm", type=int, default=1)
     parser.add_argument("--transformers", type=int, default=3)
     parser.add_argument("--most-nodes", type=int, default=1600, help="of a graph")
@@ -192,6 +207,7 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = (
         (options.recurrent, map(recurrent, range(1, 1000))),
         (options.nets, map(net, range(1, 1000))),
+        (options.nested, map(nest, range(1, 1000))),
         (options.timm, of_timm() if options.timm else iter(())),
         (options.transformers, of_transformers() if options.transformers else iter(())),
     )

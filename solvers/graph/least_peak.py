@@ -133,11 +133,11 @@ class LeastPeakSearch:
             if outcome.bound is None:
                 return
             op = probing.op_in_parts(self._model, tried)
-            if op is None or not self._branch_on(op):
+            if op is None or not self.branch_on(op):
                 return
             tried.add(op)
 
-    def _branch_on(self, op: int) -> bool:
+    def branch_on(self, op: int) -> bool:
         """Tell cases of an op apart; whether that raises the bound."""
         rows = self._model.binding_rows()
         before_bytes, most = self.bound_bytes, self.best_bytes / (1 - _TOLERANCE)

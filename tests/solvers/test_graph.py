@@ -1,3 +1,5 @@
+import sys
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -7,6 +9,7 @@ from autosac.solvers.graph.least_peak import needed_at_once
 from autosac.solvers.graph.model import GraphModel
 from autosac.solvers.graph.recomputation import (
     GraphProblem,
+    Position,
     peak_bytes,
     recompute_ms,
 )
@@ -106,3 +109,26 @@ def test_what_is_kept_and_made_again_with_its_sibling_counts_twice():
 
     assert found.termination is Termination.OPTIMAL
     assert found.peak_bytes == 9 * MIB
+
+
+def test_a_chain_may_be_longer_than_python_can_nest_calls():
+    # Forward makes 0, 1, 2, ... one from the other, backward reads them in turn.
+    count = sys.getrecursionlimit()
+    problem = GraphProblem(
+        value_bytes=(MIB,) * count,
+        runtime_ms=(1.0,) * count,
+        workspace_bytes=(0,) * count,
+        reads=((), *((v,) for v in range(count - 1))),
+        makes=tuple((v,) for v in range(count)),
+        step_reads=tuple((v,) for v in reversed(range(count))),
+        step_bytes=(0,) * count,
+        carried_bytes=(0,) * count,
+        other_bytes=0,
+    )
+    model = GraphModel(problem, budget_bytes=count * MIB)
+
+    model.add_row(Position(1, None))
+
+    # By step 1, op 0 has run again if what step 0 or 1 reads takes that.
+    assert model.again(0, 1) is not model.again(0, 0)
+    assert len(model.again(0, 1)) == 1

@@ -210,6 +210,30 @@ def test_the_relaxation_ignores_that_variables_are_whole(backend):
     assert model.variables()[1].varValue == pytest.approx(0.5)
 
 
+def test_a_relaxation_goes_on_with_rows_and_variables_that_came_since():
+    # x + y >= 1.5 by fractions; z is cheaper than y, but x + z <= 1 leaves y half.
+    model = pulp_runner.Model("more")
+    x, y = (model.add_variable(name, 0, 1, pulp.LpBinary) for name in "xy")
+    model += x + 2 * y
+    model += x + y >= 1.5
+    before = pulp_runner.run(model, relaxed=True, again=True)
+    z = model.add_variable("a z, which sorts first", 0, 1, pulp.LpBinary)
+    model += x + z <= 1
+    model += y + z <= 0.75
+    highs = model.solverModel
+
+    after = pulp_runner.run(model, relaxed=True, again=True)
+    values = (x.varValue, y.varValue, z.varValue)
+    assert model.solverModel is highs
+    fresh = pulp_runner.run(model, relaxed=True)
+
+    assert before.bound == pytest.approx(2.0)
+    assert after.bound == pytest.approx(fresh.bound) == pytest.approx(2.0)
+    assert values == pytest.approx((1.0, 0.5, 0.0))
+    x.upBound = 0.75
+    assert pulp_runner.run(model, relaxed=True, again=True).bound == pytest.approx(2.25)
+
+
 def test_highs_may_be_asked_for_another_number_of_threads():
     outcomes = [pulp_runner.run(cover(2), threads=threads) for threads in (1, 2, 1)]
 
