@@ -1,7 +1,8 @@
 """The choice of least peak: a MILP with rows for the highest positions of choices.
 
-No choice is below what each step needs at once. From there relaxations raise the bound;
-rounded and repaired, jumps (`_jumped`) and a MILP lower what is found.
+No choice is below what each step needs at once. From there relaxations raise the bound,
+and cases of when a large op runs again (`probing.py`). Relaxations that are rounded and
+repaired, jumps and a MILP lower what is found.
 """
 
 from __future__ import annotations
