@@ -28,6 +28,7 @@ from .search import (
 _WORK_ON_PROBES = 10_000_000  # of roots,
 _PROBES_A_STEP = 2  # relaxations for each step before which an op may run again
 _FAR = 0.06  # a gap from which on it is worth that
+_MUCH = 0.05  # of a gap
 _OF_A_CASE = 0.4  # of the work left, into what is left of one case
 _OF_CASES = 0.2  # of the work, that is left when no more cases are looked at
 
@@ -133,7 +134,14 @@ class OpSearch(Search):
             if op is None or self._is_too_large(op):
                 return
             tried.add(op)
+            before_ms = self.bound_ms
             self.branch_on(op)
+            if not self._is_much(self.bound_ms, before_ms):
+                return
+
+    def _is_much(self, bound_ms: float, before_ms: float) -> bool:
+        """Whether a bound closes much of the gap that one before it leaves."""
+        return bound_ms - before_ms > _MUCH * (self.most_ms - before_ms)
 
     def _may_probe(self) -> bool:
         return self._probes > 0 and self.limits.left_s > 0
@@ -173,8 +181,9 @@ class OpSearch(Search):
 
     def _searched(self, op: int, case: Case) -> float:
         """Search among the choices of a case; returns what is proven of them."""
-        if case.bound >= self.most_ms or self.work <= _OF_CASES * MOST_WORK:
-            return case.bound
+        is_known = case.bound >= self.most_ms or self.work <= _OF_CASES * MOST_WORK
+        if is_known or not self._is_much(case.bound, self.bound_ms):
+            return case.bound  # a MILP of the whole tells as much
         search = Search(self.problem, self.budget_bytes, self.limits)
         search.model = self._copy_of_model()
         search.best, search.bound_ms = self.best, case.bound
