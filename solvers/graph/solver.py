@@ -7,6 +7,7 @@ While these are far apart, the search branches on when one large op runs again
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 from ..milp import pulp_runner
@@ -28,7 +29,7 @@ from .search import (
 _WORK_ON_PROBES = 10_000_000  # of roots,
 _PROBES_A_STEP = 2  # relaxations for each step before which an op may run again
 _FAR = 0.06  # a gap from which on it is worth that
-_MUCH = 0.05  # of a gap
+_MUCH = 0.05  # of the gap: what cases must tell more than the relaxation
 _OF_A_CASE = 0.4  # of the work left, into what is left of one case
 _OF_CASES = 0.2  # of the work, that is left when no more cases are looked at
 
@@ -134,14 +135,10 @@ class OpSearch(Search):
             if op is None or self._is_too_large(op):
                 return
             tried.add(op)
-            before_ms = self.bound_ms
-            self.branch_on(op)
-            if not self._is_much(self.bound_ms, before_ms):
+            much_ms = self.bound_ms + _MUCH * (self.most_ms - self.bound_ms)
+            self.branch_on(op, much_ms)
+            if self.bound_ms <= much_ms:
                 return
-
-    def _is_much(self, bound_ms: float, before_ms: float) -> bool:
-        """Whether a bound closes much of the gap that one before it leaves."""
-        return bound_ms - before_ms > _MUCH * (self.most_ms - before_ms)
 
     def _may_probe(self) -> bool:
         return self._probes > 0 and self.limits.left_s > 0
@@ -153,8 +150,13 @@ class OpSearch(Search):
         num_probes = _PROBES_A_STEP * len(self.model.occasions(op))
         return num_probes * a_probe > 2 * self._probes
 
-    def branch_on(self, op: int) -> None:
-        """Search case by case, by when an op runs again."""
+    def branch_on(self, op: int, much_ms: float = -math.inf) -> None:
+        """Search case by case, by when an op runs again.
+
+        Args:
+            op: The op.
+            much_ms: Of cases with no higher bound the MILP of the whole tells as much.
+        """
         most_ms = self.most_ms
         bound_ms = probing.branch(
             self.model.occasions(op),
@@ -162,7 +164,7 @@ class OpSearch(Search):
             lambda model, case: probing.bound_of(
                 model, op, case, self.most_ms, self._pay, self.limits.backend
             ),
-            lambda _, case: self._searched(op, case),
+            lambda _, case: self._searched(op, case, much_ms),
             self._may_probe,
         )
         self.bound_ms = max(self.bound_ms, min(most_ms, bound_ms))
@@ -179,11 +181,11 @@ class OpSearch(Search):
     def _pay(self, work: int) -> None:
         self._probes -= work
 
-    def _searched(self, op: int, case: Case) -> float:
+    def _searched(self, op: int, case: Case, much_ms: float) -> float:
         """Search among the choices of a case; returns what is proven of them."""
-        is_known = case.bound >= self.most_ms or self.work <= _OF_CASES * MOST_WORK
-        if is_known or not self._is_much(case.bound, self.bound_ms):
-            return case.bound  # a MILP of the whole tells as much
+        is_of_use = much_ms < case.bound < self.most_ms
+        if not is_of_use or self.work <= _OF_CASES * MOST_WORK:
+            return case.bound
         search = Search(self.problem, self.budget_bytes, self.limits)
         search.model = self._copy_of_model()
         search.best, search.bound_ms = self.best, case.bound
