@@ -143,7 +143,10 @@ def fit(train: Sequence[Step]) -> dict[str, float]:
         apart = [np.log(step_ms(step, values) / step.published_ms) for step in train]
         return np.concatenate([weights * np.array(apart), (logs - start) / 20])
 
-    solution = least_squares(errors, start, loss="soft_l1", f_scale=0.15)
+    # No share is above one, nor does the host take a millisecond for an op.
+    solution = least_squares(
+        errors, start, loss="soft_l1", f_scale=0.15, bounds=(-np.inf, 0.0)
+    )
     return dict(zip(names, np.exp(solution.x).tolist(), strict=True))
 
 
