@@ -231,21 +231,24 @@ def _matmul(call: Signature) -> str:
 
 def _convolution(call: Signature) -> str:
     given = _given(call)
-    images, weight = given["input"], given["weight"]
-    if given["groups"] == 1:
+    images = given.get("input", given.get("self"))
+    weight, groups = given.get("weight"), given.get("groups", 1)
+    if not isinstance(images, Layout) or not isinstance(weight, Layout):
+        return ""
+    if groups == 1:
         size = images.dtype.itemsize
         if any(channels * size % _ROW_BYTES for channels in weight.size[:2]):
             return ", unaligned"
         is_last = images.stride[1] == 1 and max(images.size[2:]) > 1
         return ", channels last" if is_last else ""
-    if given["groups"] != images.size[1]:
+    if groups != images.size[1]:
         return ", grouped"
     return f", depthwise{', half types' if images.dtype.itemsize == 2 else ''}"
 
 
 def _layer_norm(call: Signature) -> str:
-    rows = next(x for x in layouts(call) if len(x.size) > 1)
-    return ", short rows" if rows.size[-1] < _SHORT_ROW else ""
+    width = next((x.size[-1] for x in layouts(call) if x.size), _SHORT_ROW)
+    return ", short rows" if width < _SHORT_ROW else ""
 
 
 def _attention(call: Signature) -> str:

@@ -12,6 +12,7 @@ from autosac.costs import kernels
 from autosac.costs.kernels import MATMUL, POINTWISE, REACHED, Kernel
 from autosac.costs.roofline import op_ms
 from autosac.devices.specs import KNOWN_DEVICES, device_spec
+from autosac.step.op_signatures import Layout, Signature
 
 H100 = device_spec("h100")
 PAGE = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu_published.md"
@@ -244,6 +245,38 @@ def test_what_is_not_picked_takes_no_time():
     assert times["aten.nll_loss_forward.default"] < of_scores_ms / 20
     assert times["aten.embedding.default"] < of_scores_ms / 20
     assert times["aten.nll_loss_backward.default"] > of_scores_ms  # it writes all
+
+
+@pytest.mark.parametrize(
+    ("run", "shapes", "kind"),
+    [
+        (lambda x: functional.layer_norm(x, (512,)), [(512,)], "layer norm"),
+        (
+            lambda x: functional.layer_norm(x, (4, 8)),
+            [(2, 4, 8)],
+            "layer norm, short rows",
+        ),
+        (
+            lambda x, w: torch.ops.aten._convolution(
+                x, w, None, [1], [0], [1], False, [0], 1, False, False, True, True
+            ),
+            [(2, 16, 8), (16, 16, 3)],
+            "convolution",
+        ),
+    ],
+)
+def test_calls_of_unusual_shape_have_a_kind(run, shapes, kind):
+    assert kind in {kernel.kind for _, kernel in calls_of(run, *shapes)}
+
+
+def test_a_convolution_that_is_called_by_its_backend_has_a_kind():
+    images = Layout((2, 16, 8, 8), (1024, 64, 8, 1), torch.float16)
+    weight = Layout((16, 16, 3, 3), (144, 9, 3, 1), torch.float16)
+    func = torch.ops.aten.cudnn_convolution.default
+    call = Signature(func, (images, weight, (1, 1), (1, 1), (1, 1), 1), ())
+
+    kernel = kernels.kernel_of("aten.cudnn_convolution.default", call, "float16")
+    assert kernel == Kernel("convolution", "float16")
 
 
 @pytest.mark.parametrize("name", ["my_attention", "convolution_of_mine", "pool"])
