@@ -29,7 +29,9 @@ MOST_WORK = 6_000_000  # of all MILPs, see `charge_of`: some ten seconds
 CLOSE = 0.03  # a gap from which on large models get less work, as they prove little:
 IF_CLOSE = 0.25  # times as much
 _IF_WIDE = 2.0  # times the work, while the gap of the whole is wide
-LOOKING = 0.1  # of the work, into stretches of the step before the whole of it
+LOOKING = 0.1  # of the work, into stretches of the step before the whole of it,
+LOOKING_FAR = 0.5  # and into larger ones of large models, if the gap is wide then:
+LARGE_STRETCH = 2 / 3  # of the values; of all of them the root alone takes much longer
 _DECIDED = 0.25  # of the fractions, at once
 _DIVE_ROUNDS = 100  # of deciding about them: a heuristic
 _WORK_ON_JUMPS = 6_000_000  # of roots alone, as jumps look at nothing else
@@ -213,6 +215,11 @@ class Search:
                 self._take(self.model.kept())
             in_vain = in_vain + 1 if self.best is before else 0
 
+    @property
+    def is_large(self) -> bool:
+        """Whether work on the whole model counts more than its size tells."""
+        return charge_of(self.model) > 1.0
+
     def gap_is_above(self, share: float) -> bool:
         """Whether the best choice is further from the bound, relative to its time."""
         return self.best is None or self.best[0] - self.bound_ms > share * self.best[0]
@@ -246,14 +253,17 @@ class Search:
         if self.try_out(kept):
             self._repair(kept)
 
-    def look_around(self, work: int) -> None:
+    def look_around(self, work: int, share: float = 1 / 3) -> None:
         """Solve for the values of one stretch of the step at a time, all others held.
 
         A heuristic: such models are small; what they find is the next one's others.
+
+        Args:
+            work: The most.
+            share: Of the values, in a stretch; less if the root of one takes too much.
         """
         least = self.work - work
         values = sorted(self.model.keep)
-        share = 1 / 3
         while self.at_root(share) > _OF_A_STRETCH * work:
             share /= 2
         size = max(_LEAST_STRETCH, int(len(values) * share))

@@ -13,14 +13,16 @@ from collections.abc import Iterable
 from ..milp import pulp_runner
 from ..milp.solution import Backend, Termination
 from . import probing
-from .limits import Limits, charge_of
+from .limits import Limits
 from .model import GraphModel
 from .probing import Case
 from .recomputation import GraphProblem, Position
 from .search import (
     CLOSE,
     IF_CLOSE,
+    LARGE_STRETCH,
     LOOKING,
+    LOOKING_FAR,
     MOST_WORK,
     GraphSolution,
     Search,
@@ -101,9 +103,11 @@ class OpSearch(Search):
             self.look_around(int(work * (1.0 if is_too_large else LOOKING)))
             if self._cases_tell_more(relaxed_ms):
                 return self._ended()
+            if self.is_large and not is_too_large and self.gap_is_above(CLOSE):
+                self.look_around(int(work * LOOKING_FAR), LARGE_STRETCH)
         if self.best is not None and self.limits.backend == "highs":
             is_close = not self.gap_is_above(CLOSE)
-            if is_close and self.work <= MOST_WORK and charge_of(self.model) > 1.0:
+            if is_close and self.work <= MOST_WORK and self.is_large:
                 self.work = int(self.work * IF_CLOSE)
             self.branch_from_best()
         ended = self.branch()
