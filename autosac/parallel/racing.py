@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
@@ -119,18 +120,23 @@ class _Race:
         search = sharded_step.search(
             self.budget_bytes, self.options, before=self._search
         )
-        self._search, best = search, self.best
-        if search.best is None:
-            lowest = sharded_step.lowest(self.options)
-            self.least = _lower(lowest, self.least)
-            return f"its least peak is {format_bytes(lowest.highest_peak_bytes)}"
+        self._search, best, found = search, self.best, search.best
+        if found is None:
+            found = self.lowest(sharded_step)
+            if found.highest_peak_bytes > self.budget_bytes:
+                self.least = _lower(found, self.least)
+                return f"its least peak is {format_bytes(found.highest_peak_bytes)}"
         if best is None:
-            self.best = search.best
+            self.best = found
             return ""
-        is_faster = search.best.step.total_ms < best.step.total_ms
-        self.best, slower = (search.best, best) if is_faster else (best, search.best)
+        is_faster = found.step.total_ms < best.step.total_ms
+        self.best, slower = (found, best) if is_faster else (best, found)
         self.others.append(_slower(slower, self.best))
         return ""
+
+    def lowest(self, sharded_step: Degree) -> SimulatedChoice:
+        """The choice of least peak of a degree, which no limit in seconds raises."""
+        return sharded_step.lowest(replace(self.options, time_limit_s=None))
 
     def _is_known_to_be_faster(self, degree: int, best: SimulatedChoice) -> bool:
         fastest = self.chooser.fastest_known(self.spec, degree, self.budget_bytes)
@@ -205,7 +211,7 @@ def _least_of_all(race: _Race, degrees: Sequence[int]) -> SimulatedChoice:
         if resident_bytes <= race.budget_bytes:  # worked out
             continue
         if least is None or resident_bytes < least.highest_peak_bytes:
-            lowest = race.chooser.at(race.spec, degree).lowest(race.options)
+            lowest = race.lowest(race.chooser.at(race.spec, degree))
             least = _lower(lowest, least)
     assert least is not None  # at least the largest degree was looked at
     return least

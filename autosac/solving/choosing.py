@@ -131,7 +131,7 @@ class Chooser(StepModel):
     def _is_best_in_own_blocks(self, search: Search) -> bool:
         """Search again in blocks as large as under the best choice.
 
-        Its predicted peak is then the true one, and those of choices near it are close.
+        Its predicted peak is then the true one or near it, as are those of its like.
 
         Returns:
             Whether nothing is much cheaper in these blocks. In others it may be, so

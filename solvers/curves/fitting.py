@@ -74,8 +74,8 @@ def fit(
 
     Args:
         curve: The points that may become breakpoints.
-        num_segments: Most segments of the result. A curve that has no more comes
-            back as it is.
+        num_segments: Most segments of the result: fewer where they overstate no point
+            by as much. A curve that has no more comes back as it is.
         convex: Whether slopes must not fall, so that the highest of the lines through
             the segments is the fit.
         above: Further points that the fit must not understate, from the first freed
@@ -93,6 +93,16 @@ def fit(
         linear functions (2019), `fitfast`.
     """
     num_segments = check_segments(num_segments)
+    own = _of_segments(curve, num_segments, convex, above)
+    if num_segments == 1:
+        return own
+    fewer = fit(curve, num_segments=num_segments - 1, convex=convex, above=above)
+    return min(own, fewer, key=lambda fitted: fitted.max_error_ms)
+
+
+def _of_segments(
+    curve: TradeoffCurve, num_segments: int, convex: bool, above: TradeoffCurve | None
+) -> FittedCurve:
     points = _points(curve, above)
     ms = np.array(curve.recompute_ms)
     shift_from: _Floats | None = None
