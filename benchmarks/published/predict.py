@@ -71,9 +71,10 @@ def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
 @contextlib.contextmanager
 def precision_of(subject: Subject) -> Iterator[None]:
     """PyTorch's precision of float32 matmuls set as the script sets it."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if subject.tf32 else "highest")
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if subject.tf32 else "ieee"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        matmul.fp32_precision = before

@@ -75,7 +75,8 @@ def fit(
     Args:
         curve: The points that may become breakpoints.
         num_segments: Most segments of the result: fewer where they overstate no point
-            by as much. A curve that has no more comes back as it is.
+            by as much, unless it must be convex. A curve that has no more comes back as
+            it is.
         convex: Whether slopes must not fall, so that the highest of the lines through
             the segments is the fit.
         above: Further points that the fit must not understate, from the first freed
@@ -94,9 +95,9 @@ def fit(
     """
     num_segments = check_segments(num_segments)
     own = _of_segments(curve, num_segments, convex, above)
-    if num_segments == 1:
+    if num_segments == 1 or convex:
         return own
-    fewer = fit(curve, num_segments=num_segments - 1, convex=convex, above=above)
+    fewer = fit(curve, num_segments=num_segments - 1, above=above)
     return min(own, fewer, key=lambda fitted: fitted.max_error_ms)
 
 
