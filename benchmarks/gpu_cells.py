@@ -106,7 +106,7 @@ def _predict(
     clean(device)
     seconds = record["seconds"]
     with _timed(seconds, "profile"):
-        traced = _profile(work, device, None)
+        traced = profile_of(work, device, None)
     with _timed(seconds, "calibrate"):
         made = calibrate(traced, cache=False, progress=False)
     lowest, baseline = floor(made), made.baseline_peak_bytes
@@ -158,7 +158,7 @@ def _offloading(profile: Profile, lowest: int, record: dict[str, Any]) -> Plan |
         return None
 
 
-def _profile(work: Subject, device: str, planned_for: Any) -> Profile:
+def profile_of(work: Subject, device: str, planned_for: Any) -> Profile:
     """A profile of the model on a device; "meta" takes the batch from the CPU."""
     batch = work.make_batch("cpu" if device == "meta" else device)
     model = work.build(device)
@@ -185,7 +185,7 @@ def _through_lens(
     try:
         if device == "cuda":
             planned_for = device_of_product(torch.cuda.get_device_name()).name
-        lens = _profile(work, "meta", planned_for)
+        lens = profile_of(work, "meta", planned_for)
         return lens, {
             "floor_bytes": floor(lens),
             "baseline_bytes": lens.baseline_peak_bytes,
@@ -330,6 +330,6 @@ def _deterministic(work: Subject, device: str) -> dict[str, Any]:
 
 def _deterministic_plan(work: Subject, device: str) -> Plan:
     """A plan of the kernels that are chosen then; peaks are not compared."""
-    made = _profile(work, device, None)
+    made = profile_of(work, device, None)
     lowest, baseline = floor(made), made.baseline_peak_bytes
     return make_plan(made, int(lowest + ALONE_SHARE * (baseline - lowest)))

@@ -17,14 +17,15 @@ from autosac.costs.kernels import (
     REACHED,
     compute_ms,
     kernel_of,
-    layouts,
     touched_bytes,
 )
 from autosac.costs.roofline import op_ms
 from autosac.devices.specs import DeviceSpec, device_of_product
-from autosac.step.op_signatures import Signature
+from autosac.step.op_signatures import Signature, layouts
 from autosac.step.tape import Op, Tape
 from benchmarks.environment import MIB
+from benchmarks.gpu_cells import profile_of
+from benchmarks.gpu_models import subject
 from benchmarks.published.models import SUBJECTS
 from benchmarks.published.predict import figures, precision_of
 
@@ -46,15 +47,17 @@ def write(record: Record, folder: Path) -> None:
         if "error" in measured_step:
             continue
         name, _, batch = step.partition(":")
-        subject = SUBJECTS[name](int(batch))
-        with precision_of(subject):
+        published = SUBJECTS[name](int(batch))
+        with precision_of(published):
             traced = autosac.profile(
-                subject.model, subject.inputs, device=spec, **subject.options
+                published.model, published.inputs, device=spec, **published.options
             )
             _add_kernels(reached, traced.tape, measured_step, as_measured(spec))
         memory.append(_row(step, measured_step, traced, spec.name))
         print(memory[-1], flush=True)
-    lines = [*_head(record["environment"]), *memory, "", *_table_of(reached)]
+    validation = json.loads((folder / "gpu_validation.json").read_text())
+    lines = [*_head(record["environment"]), *memory, "", *_held_out(validation, spec)]
+    lines += ["", *_table_of(reached)]
     (folder / "gpu_published.md").write_text("\n".join(lines) + "\n")
 
 
@@ -114,6 +117,23 @@ def _published_ms(step: str, gpu: str) -> float | None:
             if point["batch"] == int(batch) and "samples_per_s" in point:
                 return 1e3 * int(batch) / float(point["samples_per_s"])
     return None
+
+
+def _held_out(validation: Record, spec: DeviceSpec) -> Iterator[str]:
+    """Steps that no share is from, of models that were calibrated on the same GPU."""
+    yield "## Steps that nothing was fitted to\n"
+    yield (
+        "Plain steps of [`gpu_validation`](gpu_validation.md): the sum of their"
+        " kernels, timed there one by one, and what is predicted of it on a machine"
+        " without a GPU.\n"
+    )
+    yield "| model | kernels ms | predicted ms | error |"
+    yield "| --- | ---: | ---: | ---: |"
+    for name, measured in validation["models"].items():
+        if "baseline_ms" in measured:
+            traced = profile_of(subject(name, tiny=False), "meta", spec)
+            ms, predicted = measured["baseline_ms"], traced.baseline_ms
+            yield f"| {name} | {ms:.1f} | {predicted:.1f} | {predicted / ms - 1:+.0%} |"
 
 
 # --- kinds of kernels ----------------------------------------------------------------

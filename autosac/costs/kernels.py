@@ -9,7 +9,7 @@ same on NVIDIA's others; on AMD's all reach the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from autosac import _compat_gpu
 from autosac._compat import argument_names, is_reduction
 from autosac.devices.specs import DeviceSpec
-from autosac.step.op_signatures import Layout, Signature
+from autosac.step.op_signatures import Layout, Signature, layouts
 
 
 class Kernel(NamedTuple):
@@ -296,14 +296,3 @@ def _order(tensor: Layout) -> list[int]:
     dims = range(-len(tensor.size), 0)
     spread = [dim for dim in dims if tensor.size[dim] > 1 and tensor.stride[dim]]
     return sorted(spread, key=lambda dim: -tensor.stride[dim])
-
-
-def layouts(call: Signature) -> Iterator[Layout]:
-    """The tensors among the arguments, in order."""
-    pending = list(call.args)
-    while pending:
-        value = pending.pop(0)
-        if isinstance(value, Layout):
-            yield value
-        elif isinstance(value, tuple):
-            pending = [*value, *pending]

@@ -98,7 +98,8 @@ def plan_parallel(
         backend: MILP solver, "highs" or "cbc".
         relative_gap: A solve stops when the step time is proven this close to the
             least; another degree must be faster by more to be worked out.
-        time_limit_s: A solve stops after this long with the best plan so far; None to
+        time_limit_s: A solve stops after this long with the best plan so far, or else
+            with that of least peak, which no limit shortens the search for; None to
             count work only, which is the same in every run.
         offload: Whether what AC units keep may lie in far memory, as in `plan`. Each
             rank then has of its device's link what `cluster` says that it shares.

@@ -120,17 +120,17 @@ class _Race:
         search = sharded_step.search(
             self.budget_bytes, self.options, before=self._search
         )
-        self._search, best, found = search, self.best, search.best
-        if found is None:
-            found = self.lowest(sharded_step)
-            if found.highest_peak_bytes > self.budget_bytes:
-                self.least = _lower(found, self.least)
-                return f"its least peak is {format_bytes(found.highest_peak_bytes)}"
+        self._search, best, choice = search, self.best, search.best
+        if choice is None:
+            choice = self.lowest(sharded_step)
+            if choice.highest_peak_bytes > self.budget_bytes:
+                self.least = _lower(choice, self.least)
+                return f"its least peak is {format_bytes(choice.highest_peak_bytes)}"
         if best is None:
-            self.best = found
+            self.best = choice
             return ""
-        is_faster = found.step.total_ms < best.step.total_ms
-        self.best, slower = (found, best) if is_faster else (best, found)
+        is_faster = choice.step.total_ms < best.step.total_ms
+        self.best, slower = (choice, best) if is_faster else (best, choice)
         self.others.append(_slower(slower, self.best))
         return ""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,17 @@ class Signature:
     func: Any
     args: tuple[Hashable, ...]
     kwargs: tuple[tuple[str, Hashable], ...]
+
+
+def layouts(call: Signature) -> Iterator[Layout]:
+    """The tensors among the positional arguments of a call, in order."""
+    pending = list(call.args)
+    while pending:
+        value = pending.pop(0)
+        if isinstance(value, Layout):
+            yield value
+        elif isinstance(value, tuple):
+            pending = [*value, *pending]
 
 
 FAR_COPIES = "autosac.far_copies"  # name of such an op

@@ -55,7 +55,7 @@ class Step:
         series: Model and GPU.
         batch: Its batch.
         published_ms: What it took.
-        device: The GPU as the script sets it up.
+        device: The GPU.
         ops: Its distinct ops: kernel, FLOPs, bytes and how many.
         waits: Part of it was waiting for the host: it took less than `_WAITING` times
             what a step of one sample did.
