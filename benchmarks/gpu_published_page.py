@@ -16,6 +16,7 @@ from autosac.costs.kernels import (
     POINTWISE,
     REACHED,
     compute_ms,
+    computed_flops,
     kernel_of,
     touched_bytes,
 )
@@ -223,11 +224,12 @@ def _add(
     sums = reached[kernel.kind, rate if op.flops else ""]
     sums.measured_ms += measured_ms
     sums.predicted_ms += predicted_ms
-    flops_ms = compute_ms(kernel, op.flops, device)
+    flops = computed_flops(op.name, op.signature, op.flops)
+    flops_ms = compute_ms(kernel, flops, device)
     own_ms = measured_ms - device.launch_overhead_ms
     if flops_ms + device.launch_overhead_ms >= predicted_ms:
         sums.by_flops_ms += own_ms
-        sums.flops_ms += 1e3 * op.flops / device.flops_per_s(kernel.rate)
+        sums.flops_ms += 1e3 * flops / device.flops_per_s(kernel.rate)
     else:
         sums.by_bytes_ms += own_ms
         sums.bytes_ms += 1e3 * touched / device.bandwidth_bytes_per_s

@@ -46,6 +46,7 @@ def call_ms(
         moved_bytes: Of its tensor arguments and results.
         device: Where it runs.
     """
+    flops = kernels.computed_flops(name, call, flops)
     touched_bytes = kernels.touched_bytes(name, call, moved_bytes)
     if device.type == "cuda":
         kernel = kernels.kernel_of(name, call, dtype)
@@ -57,10 +58,11 @@ def call_ms(
 
 def compute_ms(op: Op, device: DeviceSpec) -> float:
     """Time in ms that an op's FLOPs take alone."""
+    flops = kernels.computed_flops(op.name, op.signature, op.flops)
     if device.type == "cuda":
         kernel = kernels.kernel_of(op.name, op.signature, op.dtype)
-        return kernels.compute_ms(kernel, op.flops, device)
-    return 1e3 * op.flops / device.achieved_flops_per_s(op.dtype)
+        return kernels.compute_ms(kernel, flops, device)
+    return 1e3 * flops / device.achieved_flops_per_s(op.dtype)
 
 
 def _copies_ms(copies: Copies, device: DeviceSpec) -> float:

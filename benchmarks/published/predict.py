@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import autosac
-from autosac.costs.kernels import kernel_of, touched_bytes
+from autosac.costs.kernels import computed_flops, kernel_of, touched_bytes
 from benchmarks.environment import package_version
 from benchmarks.published.models import SUBJECTS, Subject
 
@@ -51,7 +51,7 @@ def _predicted(subject: Subject, gpu: str, point: Record) -> Record:
         kinds = Counter(
             (
                 *kernel_of(op.name, op.signature, op.dtype),
-                op.flops,
+                computed_flops(op.name, op.signature, op.flops),
                 touched_bytes(op.name, op.signature, op.moved_bytes),
             )
             for op in traced.tape.ops
