@@ -59,17 +59,17 @@ class _Reached:
     error: float
 
 
-_HOPPER = _Reached(half=0.62, tfloat32=0.53, float32=0.73, memory=0.88, error=0.20)
+_HOPPER = _Reached(half=0.62, tfloat32=0.52, float32=0.73, memory=0.89, error=0.20)
 # The same chip reaches less of its faster memory's rate.
-_H200 = replace(_HOPPER, memory=0.72, error=0.25)
-_L40S = _Reached(half=0.69, tfloat32=0.47, float32=0.38, memory=1.0, error=0.40)
+_H200 = replace(_HOPPER, memory=0.73, error=0.25)
+_L40S = _Reached(half=0.70, tfloat32=0.47, float32=0.38, memory=1.0, error=0.40)
 # MI325X ran TensorFloat-32 at float32's rate.
 _CDNA3 = _Reached(half=0.12, tfloat32=0.08, float32=0.30, memory=0.38, error=1.50)
 # Chips of which no step was published that could be rebuilt: geometric means of
 # NVIDIA's others, and the worst error of a chip that is predicted with such means.
-_OTHER = _Reached(half=0.72, tfloat32=0.50, float32=0.53, memory=0.89, error=0.95)
+_OTHER = _Reached(half=0.69, tfloat32=0.50, float32=0.53, memory=0.88, error=0.95)
 # One step, in bfloat16; the rest as above. The error is that without this step.
-_A100_REACHED = replace(_OTHER, half=0.89, memory=1.0, error=0.35)
+_A100_REACHED = replace(_OTHER, half=0.75, memory=0.95, error=0.15)
 _REACHED: Mapping[str, _Reached] = MappingProxyType(
     {
         **dict.fromkeys(("h100", "h100-pcie", "gh200"), _HOPPER),

@@ -27,6 +27,8 @@ MakeInputs = Callable[[int], Any]
 MakeLoss = Callable[[Any], LossFn]
 _MOST = 2**16  # samples; a step whose memory does not grow has no largest batch
 _MOST_TRIALS = 16  # of sizes whose throughput is looked at
+_GROWTH = 4  # of a size that fits, to the next one
+_GUESSES = 3  # that may leave more than half of the sizes before they are halved
 _MOST_KEPT = 4  # profiles at a time
 
 
@@ -299,18 +301,23 @@ def _largest(steps: _Steps, most: int) -> int:
                 f"A batch of `most`={most} fits {steps.budget_bytes} bytes;"
                 " raise `most`."
             )
-        low, high = high, min(_beyond(steps, low, high), most)
-    halve = False
+        low, high = high, min(_beyond(steps, low, high), _GROWTH * high, most)
+    before = 0  # what `low` was, if it moved last
+    width, guesses = high - low, 0
     while high - low > 1:
+        if 2 * (high - low) <= width:
+            width, guesses = high - low, 0
         middle = (low + high) // 2
-        if not halve and low:
-            middle = min(max(_between(steps, low, high), low + 1), high - 1)
-        width = high - low
+        if low and guesses < _GUESSES:
+            middle = _between(steps, low, high)
+            if before:  # Floors bend upwards: the line to `high` ends too early.
+                middle = max(middle, _beyond(steps, before, low))
+            middle = min(max(middle, low + 1), high - 1)
+        guesses += 1
         if steps.modelled_floor(middle) <= steps.budget_bytes:
-            low = middle
+            before, low = low, middle
         else:
-            high = middle
-        halve = 2 * (high - low) > width
+            before, high = 0, middle
     # What is measured may need a little more or less than what was modelled.
     size = max(low, 1)
     while size > 1 and not steps.fits(size):
