@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..milp import pulp_runner
 from ..milp.solution import Solution, Termination
 from . import fractional, local_search, relaxing
-from .limits import Limits, charge_of
+from .limits import Limits, charge_of, look_at_root
 from .model import GraphModel
 from .recomputation import (
     GraphProblem,
@@ -25,13 +25,12 @@ from .recomputation import (
     recompute_ms,
 )
 
-MOST_WORK = 6_000_000  # of all MILPs, see `charge_of`: some ten seconds
+MOST_WORK = 8_000_000  # of all MILPs, see `charge_of`: some ten seconds
 CLOSE = 0.03  # a gap from which on large models get less work, as they prove little:
 IF_CLOSE = 0.25  # times as much
 _IF_WIDE = 2.0  # times the work, while the gap of the whole is wide
 LOOKING = 0.1  # of the work, into stretches of the step before the whole of it,
-LOOKING_FAR = 0.5  # and into larger ones of large models, if the gap is wide then:
-LARGE_STRETCH = 2 / 3  # of the values; of all of them the root alone takes much longer
+LOOKING_FAR = 0.5  # and into larger ones of large models, if the gap is wide then
 _DECIDED = 0.25  # of the fractions, at once
 _DIVE_ROUNDS = 100  # of deciding about them: a heuristic
 _WORK_ON_JUMPS = 6_000_000  # of roots alone, as jumps look at nothing else
@@ -40,7 +39,8 @@ MOST_JUMPS = 12
 PATIENCE = 6  # jumps in vain, one after the other
 _LOOSE = 100.0  # times the best: a cutoff that leaves out nothing of use
 JUMPS_TO = (0.9, 0.5, 0.25)  # of the gap above the bound, in turns: a heuristic
-_OF_A_STRETCH = 0.25  # of the work on stretches: the most that one's root may count
+_STRETCH = 1 / 3  # of the values, or less: what is decided about at once
+_OF_A_STRETCH = 0.25  # of the work on stretches: the most that one counts
 _LEAST_STRETCH = 40  # values that are decided about at once
 _WORTHWHILE = 1e-3  # of the time: what stretches must save
 
@@ -253,17 +253,14 @@ class Search:
         if self.try_out(kept):
             self._repair(kept)
 
-    def look_around(self, work: int, share: float = 1 / 3) -> None:
+    def look_around(self, work: int) -> None:
         """Solve for the values of one stretch of the step at a time, all others held.
 
         A heuristic: such models are small; what they find is the next one's others.
-
-        Args:
-            work: The most.
-            share: Of the values, in a stretch; less if the root of one takes too much.
         """
         least = self.work - work
         values = sorted(self.model.keep)
+        share = _STRETCH
         while self.at_root(share) > _OF_A_STRETCH * work:
             share /= 2
         size = max(_LEAST_STRETCH, int(len(values) * share))
@@ -275,7 +272,8 @@ class Search:
                 self.model.cut_off(before[0] * (1.0 - _WORTHWHILE))
                 with self.model.held(before[1], values[first : first + size]):
                     free = min(1.0, size / len(values))
-                    outcome = self._solve((self.work - least) // 4, free)
+                    most = min(self.work - least, int(_OF_A_STRETCH * work))
+                    outcome = self._solve(most, free)
                 if not outcome.termination.has_incumbent:
                     break
                 if not self._take(self.model.kept()) and self.best is before:
@@ -313,6 +311,7 @@ class Search:
             else relative_gap,
             warm_start=warm_start,
             more_if_wide=more_if_wide,
+            look_at_root=look_at_root(self.model, share),
         )
         self.work -= max(1, int(outcome.work * charge))
         return outcome

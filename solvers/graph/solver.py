@@ -20,7 +20,6 @@ from .recomputation import GraphProblem, Position
 from .search import (
     CLOSE,
     IF_CLOSE,
-    LARGE_STRETCH,
     LOOKING,
     LOOKING_FAR,
     MOST_WORK,
@@ -104,7 +103,7 @@ class OpSearch(Search):
             if self._cases_tell_more(relaxed_ms):
                 return self._ended()
             if self.is_large and not is_too_large and self.gap_is_above(CLOSE):
-                self.look_around(int(work * LOOKING_FAR), LARGE_STRETCH)
+                self.look_around(int(work * LOOKING_FAR))
         if self.best is not None and self.limits.backend == "highs":
             is_close = not self.gap_is_above(CLOSE)
             if is_close and self.work <= MOST_WORK and self.is_large:

@@ -74,7 +74,7 @@ def _forget_importers() -> None:
 
 _forget_importers()
 
-_Answer = tuple[Termination, float | None, int]  # ended, bound, looks at its limits
+_Answer = tuple[Termination, float | None, float]  # ended, bound, looks at limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +107,7 @@ def run(
     warm_start: bool = False,
     again: bool = False,
     jump: int | None = None,
+    look_at_root: float = 1.0,
 ) -> Outcome:
     """Minimise a model; its variables hold the incumbent afterwards.
 
@@ -130,6 +131,8 @@ def run(
             objective may have changed, and rows and variables have been added.
         jump: Only look for an incumbent, by HiGHS's feasibility jump with this seed:
             a local search that takes little time. CBC has none and finds nothing.
+        look_at_root: How many looks one at HiGHS's root counts: between two of them it
+            solves the LP of all anew, with cuts.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -153,13 +156,15 @@ def run(
     at_root, a_look = work_of(model)
     most_looks: _Looks | None = None
     if work_limit is not None:
-        limits = (max(0, int(m * work_limit) - at_root) for m in (1.0, more_if_wide))
-        most_looks = _Looks(*(limit // a_look for limit in limits))
+        usual, if_wide = (
+            max(0, int(m * work_limit) - at_root) // a_look for m in (1.0, more_if_wide)
+        )
+        most_looks = _Looks(usual, if_wide, look_at_root)
     if jump is not None:
         if backend == "cbc":
             nothing = Termination.NO_INCUMBENT
             return Outcome(termination=nothing, bound=None, solve_s=0.0)
-        most_looks = _Looks(_LOOKS_UNTIL_JUMPED, _LOOKS_UNTIL_JUMPED)
+        most_looks = _Looks(_LOOKS_UNTIL_JUMPED, _LOOKS_UNTIL_JUMPED, 1.0)
         options |= {"mip_heuristic_run_feasibility_jump": True, "random_seed": jump}
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs" and _was_solved(model, relaxed=relaxed):
@@ -182,7 +187,7 @@ def run(
         termination=termination,
         bound=bound,
         solve_s=solve_s,
-        work=at_root + max(0, looks) * a_look,
+        work=at_root + int(max(0.0, looks) * a_look),
     )
 
 
@@ -292,10 +297,14 @@ def _or(instead: float, values: Iterable[float | None]) -> npt.NDArray[np.float6
 
 
 class _Looks(NamedTuple):
-    """How often a MILP may look at its limits; more often while its gap is wide."""
+    """How often a MILP may look at its limits; more often while its gap is wide.
+
+    Looks at the root count as so many.
+    """
 
     usual: int
     if_wide: int
+    at_root: float
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -304,13 +313,13 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
     Attributes:
         start: The first incumbent, if there is one.
         most_looks: How often a MILP may look at its limits; None for no limit.
-        looks: How often it did.
+        looks: How often it did, see `_Looks`.
         passed: Variables that HiGHS has, by id.
     """
 
     start: list[float] | None = None
     most_looks: _Looks | None = None
-    looks: int = 0
+    looks: float = 0.0
     passed: set[int]
 
     def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
@@ -366,8 +375,11 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel.run()
 
     def _look(self, event: highspy.HighsCallbackEvent) -> None:
-        self.looks += 1
-        if self.most_looks is None or self.looks <= self.most_looks.usual:
+        if self.most_looks is None:
+            return
+        is_at_root = event.data_out.mip_node_count == 0
+        self.looks += self.most_looks.at_root if is_at_root else 1.0
+        if self.looks <= self.most_looks.usual:
             return
         is_wide = event.data_out.mip_gap > WIDE_GAP
         if not is_wide or self.looks > self.most_looks.if_wide:
@@ -463,7 +475,7 @@ def _rerun_highs(model: pulp.LpProblem) -> _Answer:
 def _highs_outcome(
     model: pulp.LpProblem,
     status: highspy.HighsModelStatus,
-    looks: int,
+    looks: float,
     *,
     relaxed: bool,
 ) -> _Answer:
