@@ -154,7 +154,7 @@ def run(
         # CBC does not read such a model.
         return Outcome(termination=Termination.INFEASIBLE, bound=None, solve_s=0.0)
     at_root, a_look = work_of(model)
-    most_looks: _Looks | None = None
+    most_looks = _Looks(at_root=look_at_root)
     if work_limit is not None:
         usual, if_wide = (
             max(0, int(m * work_limit) - at_root) // a_look for m in (1.0, more_if_wide)
@@ -164,7 +164,7 @@ def run(
         if backend == "cbc":
             nothing = Termination.NO_INCUMBENT
             return Outcome(termination=nothing, bound=None, solve_s=0.0)
-        most_looks = _Looks(_LOOKS_UNTIL_JUMPED, _LOOKS_UNTIL_JUMPED, 1.0)
+        most_looks = _Looks(_LOOKS_UNTIL_JUMPED, _LOOKS_UNTIL_JUMPED)
         options |= {"mip_heuristic_run_feasibility_jump": True, "random_seed": jump}
     runner = _run_highs if backend == "highs" else _run_cbc
     if again and backend == "highs" and _was_solved(model, relaxed=relaxed):
@@ -302,9 +302,9 @@ class _Looks(NamedTuple):
     Looks at the root count as so many.
     """
 
-    usual: int
-    if_wide: int
-    at_root: float
+    usual: float = math.inf
+    if_wide: float = math.inf
+    at_root: float = 1.0
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -312,13 +312,13 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
     Attributes:
         start: The first incumbent, if there is one.
-        most_looks: How often a MILP may look at its limits; None for no limit.
+        most_looks: How often a MILP may look at its limits.
         looks: How often it did, see `_Looks`.
         passed: Variables that HiGHS has, by id.
     """
 
     start: list[float] | None = None
-    most_looks: _Looks | None = None
+    most_looks: _Looks = _Looks()
     looks: float = 0.0
     passed: set[int]
 
@@ -375,8 +375,6 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         lp.solverModel.run()
 
     def _look(self, event: highspy.HighsCallbackEvent) -> None:
-        if self.most_looks is None:
-            return
         is_at_root = event.data_out.mip_node_count == 0
         self.looks += self.most_looks.at_root if is_at_root else 1.0
         if self.looks <= self.most_looks.usual:
@@ -399,7 +397,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 def _run_highs(
     model: pulp.LpProblem,
     options: dict[str, Any],
-    most_looks: _Looks | None,
+    most_looks: _Looks,
     *,
     relaxed: bool,
     warm_start: bool,
@@ -497,13 +495,13 @@ def _highs_outcome(
 def _run_cbc(
     model: pulp.LpProblem,
     options: dict[str, Any],
-    most_looks: _Looks | None,
+    most_looks: _Looks,
     *,
     relaxed: bool,
     warm_start: bool,
 ) -> _Answer:
-    if most_looks is not None:  # it has no way to say more than "enough nodes"
-        options = options | {"maxNodes": max(1, most_looks.usual)}
+    if math.isfinite(most_looks.usual):  # it can only be told "enough nodes"
+        options = options | {"maxNodes": max(1, int(most_looks.usual))}
     with tempfile.TemporaryDirectory(prefix="autosac-cbc-") as folder:
         log = Path(folder, "cbc.log")
         solver = pulp.COIN_CMD(

@@ -294,6 +294,19 @@ def test_a_solve_far_from_its_bound_may_do_more_work():
     assert wide == pytest.approx(2 * usual, rel=0.1)
 
 
+def test_looks_at_the_root_count_as_many_as_one_says():
+    nodes = []
+    for look_at_root in (1.0, 20.0):
+        model = market_split(elastic=True)
+        outcome = pulp_runner.run(model, work_limit=40_000, look_at_root=look_at_root)
+        nodes.append(model.solverModel.getInfo().mip_node_count)
+        assert outcome.termination is Termination.FEASIBLE
+        assert 40_000 < outcome.work < 1.1 * 40_000
+
+    in_tree, at_root = nodes
+    assert in_tree > 0 == at_root
+
+
 def test_a_missing_cbc_names_the_remedy(monkeypatch):
     monkeypatch.setattr(pulp_runner.shutil, "which", lambda _: None)
 
