@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from torch import nn
@@ -123,21 +124,25 @@ def check_no_group(degrees: Sequence[int]) -> None:
 
 @dataclass
 class MeshRace(Generic[_Plan]):
-    """Divisions one after the other.
+    """Divisions one after the other, those whose batches may be cheapest first.
 
     Attributes:
         planned: Plans a division.
+        least_ms: No batch takes less on a GPU with a division.
         best: The cheapest plan so far.
         least: The least peak of a division that does not fit, with the division.
         others: Plans that lost.
+        slower: Divisions that their bounds rule out, with these.
         misfits: Divisions that do not fit, with why.
         refused: Divisions that cannot be, with why.
     """
 
     planned: Callable[[TensorParallel], _Plan]
+    least_ms: Callable[[TensorParallel], float] = lambda _: 0.0
     best: _Plan | None = None
     least: tuple[InfeasibleBudgetError, TensorParallel] | None = None
     others: list[_Plan] = field(default_factory=list)
+    slower: list[tuple[float, TensorParallel]] = field(default_factory=list)
     misfits: list[Lost[_Plan]] = field(default_factory=list)
     refused: list[tuple[TensorParallel, Exception]] = field(default_factory=list)
 
@@ -160,6 +165,7 @@ class MeshRace(Generic[_Plan]):
             ArgumentError: The process is a rank already.
         """
         check_no_group(degrees)
+        bounded: list[tuple[float, TensorParallel]] = []
         for degree in degrees:
             try:
                 tensors = divisions(model, degree, tp_plan, loss_parallel)
@@ -167,10 +173,23 @@ class MeshRace(Generic[_Plan]):
                 self.refused.append((TensorParallel(degree=degree), error))
                 continue
             for tensor in tensors:
-                self._enter(tensor)
+                try:
+                    bounded.append((self.least_ms(tensor), tensor))
+                except (AutosacError, ValueError) as error:
+                    self.refused.append((tensor, error))
+        for least_ms, tensor in sorted(bounded, key=itemgetter(0)):
+            self._enter(tensor, least_ms)
 
-    def _enter(self, tensor: TensorParallel) -> None:
-        """Plan one more division, and compare it with the best so far."""
+    def _enter(self, tensor: TensorParallel, least_ms: float) -> None:
+        """Plan one more division, and compare it with the best so far.
+
+        Args:
+            tensor: The division.
+            least_ms: Its batches take no less, so that it may be lost before.
+        """
+        if self.best is not None and least_ms >= batch_ms(self.best):
+            self.slower.append((least_ms, tensor))
+            return
         try:
             plan = self.planned(tensor)
         except InfeasibleBudgetError as error:
@@ -200,6 +219,10 @@ class MeshRace(Generic[_Plan]):
                 Lost(other.tensor, _dearer(other, best_ms), other)
                 for other in self.others
             ),
+            *(
+                Lost(tensor, _dearer_at_least(least_ms, tensor, best_ms))
+                for least_ms, tensor in self.slower
+            ),
             *self.misfits,
             *(Lost(tensor, str(error)) for tensor, error in self.refused),
         ]
@@ -213,6 +236,11 @@ def batch_ms(plan: MeshPlan) -> float:
 def _dearer(plan: MeshPlan, best_ms: float) -> str:
     more = batch_ms(plan) / best_ms - 1
     return f"a batch takes {more:.1%} more: {format_ms(plan.step_ms)} a step"
+
+
+def _dearer_at_least(least_ms: float, tensor: TensorParallel, best_ms: float) -> str:
+    more, step_ms = least_ms / best_ms - 1, least_ms / tensor.degree
+    return f"a batch takes {more:.1%} more at least: {format_ms(step_ms)} a step"
 
 
 def divisions(

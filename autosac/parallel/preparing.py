@@ -114,14 +114,25 @@ def in_gathered_type(profile: Profile, setting: Setting) -> Profile:
         return in_gathered_type(
             calibrate(sharded) if profile.calibrated else sharded, setting
         )
-    if setting.param_dtype is None or profile.step.compute_dtype is not None:
+    dtype = gathered_dtype(setting)
+    if dtype is None or profile.step.compute_dtype is not None:
         return profile
-    # Checks the names before the step is traced once more.
-    Sharding(
+    typed = in_compute_dtype(profile, dtype)
+    return calibrate(typed) if profile.calibrated else typed
+
+
+def gathered_dtype(setting: Setting) -> torch.dtype | None:
+    """Type of gathered parameters, None for their own.
+
+    Raises:
+        ValueError: A name of a type means nothing, or the two do not go together.
+        UnsupportedError: Gradients are reduced in a narrower type.
+    """
+    Sharding(  # which checks the names
         units=fsdp_units([]),
         shard_degree=1,
         param_dtype=setting.param_dtype,
         reduce_dtype=setting.reduce_dtype,
     )
-    typed = in_compute_dtype(profile, getattr(torch, setting.param_dtype))
-    return calibrate(typed) if profile.calibrated else typed
+    name = setting.param_dtype
+    return None if name is None else getattr(torch, name)

@@ -40,6 +40,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -228,10 +229,11 @@ class TensorParallel:
 
     def within(self, fqns: Sequence[str]) -> TensorParallel:
         """The same of some modules and what is in them."""
+        among = set(fqns)
         styles = {
             fqn: style
             for fqn, style in self.styles.items()
-            if any(fqn == own or fqn.startswith(f"{own}.") for own in fqns)
+            if not among.isdisjoint(accumulate(fqn.split("."), "{}.{}".format))
         }
         return replace(self, styles=styles)
 

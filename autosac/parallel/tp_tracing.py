@@ -13,6 +13,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,12 +22,13 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from autosac._compat_distributed import fake_group
+from autosac.errors import TraceError
 from autosac.parallel.async_tp import exposed_ms
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_memory import GLOO_THREADS
-from autosac.parallel.preparing import in_gathered_type
+from autosac.parallel.preparing import gathered_dtype, in_gathered_type
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
@@ -68,7 +70,7 @@ def rank_profile(
     )
     if key not in traced.parallel:
         with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
-            rank = in_gathered_type(_divided(traced, tensor), setting)
+            rank = in_gathered_type(_divided(traced, tensor, setting), setting)
         traced.parallel[key] = priced(rank, cluster, tensor, sharded=True)
     profile: Profile = traced.parallel[key]
     return profile
@@ -96,8 +98,11 @@ def divided_copy(model: _Model, tensor: TensorParallel) -> _Model:
     return model
 
 
-def _divided(traced: Profile, tensor: TensorParallel) -> Profile:
-    """The step of a divided copy of the model, in a group that is there."""
+def _divided(traced: Profile, tensor: TensorParallel, setting: Setting) -> Profile:
+    """The step of a divided copy of the model, in a group that is there.
+
+    It is in the type of gathered parameters if that needs no trace in their own.
+    """
     step = traced.step
     model = divided_copy(step.model, tensor)
     # A plain function: what else is called is copied with all that it knows.
@@ -105,7 +110,14 @@ def _divided(traced: Profile, tensor: TensorParallel) -> Profile:
     options: dict[str, Any] = {"optimizer": make}
     if tensor.divides_loss:
         options["loss_fn"] = loss_for(tensor, step.loss_fn or default_loss)
-    return traced_again(traced, model=model, options=options)
+    own = partial(traced_again, traced, model=model, options=options)
+    dtype = gathered_dtype(setting)
+    if dtype is None or traced.calibrated:
+        return own()
+    try:
+        return own(compute_dtype=dtype)
+    except TraceError:  # of a model that first must show what its values decide
+        return own()
 
 
 def _optimizer(step: Step, parameters: Iterable[torch.nn.Parameter]) -> Any:

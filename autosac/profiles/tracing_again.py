@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from autosac.profiles.given import calibrated_if_present
-from autosac.profiles.profile import Profile, profile
+from autosac.profiles.profile import Profile, profile_of_step, read_step
+from autosac.tracing.learned import Learned
 
 
 def options_of(traced: Profile) -> dict[str, Any]:
@@ -35,6 +36,7 @@ def traced_again(
     model: torch.nn.Module | None = None,
     inputs: Any = None,
     options: Mapping[str, Any],
+    compute_dtype: torch.dtype | None = None,
 ) -> Profile:
     """The profile of a changed step, with the same units and cap; measured if it was.
 
@@ -45,12 +47,23 @@ def traced_again(
         model: Another model; None for the same.
         inputs: Another batch; None for the same.
         options: Those that differ.
+        compute_dtype: Of parameters and inputs, see `Step`; None for their own.
     """
     step = traced.step
-    changed = profile(
+    every = {**options_of(traced), "loss_fn": step.loss_fn, **options}
+    allocator = every.pop("allocator")
+    new_step, device = read_step(
         step.model if model is None else model,
         (step.args, step.kwargs) if inputs is None else inputs,
-        **{**options_of(traced), "loss_fn": step.loss_fn, **options},
+        **every,
+    )
+    is_like = device == traced.device  # then calls of ops have the same results
+    learned = Learned(calls=step.learned.calls) if is_like else Learned()
+    changed = profile_of_step(
+        replace(new_step, compute_dtype=compute_dtype, learned=learned),
+        device,
+        exclude=every["exclude"],
+        allocator=allocator,
     )
     changed = replace(changed, given=traced.given, cap=traced.cap)
     if not traced.calibrated:
