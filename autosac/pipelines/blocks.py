@@ -278,11 +278,13 @@ def possible_cuts(model: nn.Module, chain: Mapping[str, Passed]) -> list[int]:
             first_use.setdefault(parameter, i)
             last_use[parameter] = i
             with_parameters.append(i)
+    shared = [(first_use[p], last) for p, last in last_use.items()]
+    shared = [(first, last) for first, last in shared if first < last]
     return [
         cut
         for cut in sorted(set(with_parameters))[1:]
         if handed_on[cut - 1].is_floating
-        and not any(first_use[p] < cut <= last for p, last in last_use.items())
+        and not any(first < cut <= last for first, last in shared)
     ]
 
 

@@ -84,7 +84,10 @@ class MicroBatch:
     parallel: DataParallel = ALONE
     undivided: MicroBatch | None = None
     shares: bool = True
-    _traced: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
+    # With its FSDP units.
+    _traced: dict[tuple[int, ...], tuple[StageStep, list[str]]] = field(
+        default_factory=dict, init=False
+    )
     _steps: dict[tuple[int, ...], StageStep] = field(default_factory=dict, init=False)
     _calls: KnownCalls = field(default_factory=dict, init=False)
     _like: dict[tuple[int, int], tuple[int, int]] = field(
@@ -266,14 +269,14 @@ class MicroBatch:
     def step_of(self, blocks: tuple[int, ...]) -> StageStep:
         """The step of blocks that can follow one another, as a stage."""
         if blocks not in self._steps:
-            step = self._traced_of(blocks)
+            step, units = self._traced_of(blocks)
             if self.parallel.degree > 1:
-                step = step.sharded_by(self.parallel, stage_units(self._stage(blocks)))
+                step = step.sharded_by(self.parallel, units)
             self._steps[blocks] = step
         return self._steps[blocks]
 
-    def _traced_of(self, blocks: tuple[int, ...]) -> StageStep:
-        """The same before it is sharded, over however many ranks."""
+    def _traced_of(self, blocks: tuple[int, ...]) -> tuple[StageStep, list[str]]:
+        """The same before it is sharded, over however many ranks, and its FSDP units."""
         if blocks not in self._traced:
             device = next(self.model.parameters()).device
             first, is_last = blocks[0], blocks[-1] == len(self.chain) - 1
@@ -281,7 +284,7 @@ class MicroBatch:
             if first:
                 received = self.received(first).example(device)
             stage = self._stage(blocks)
-            self._traced[blocks] = stage_step(
+            step = stage_step(
                 stage,
                 received,
                 loss_fn=self.loss_fn if is_last else None,
@@ -290,6 +293,7 @@ class MicroBatch:
                 calls=self._calls,
                 **self.options,
             ).each(self._measured)
+            self._traced[blocks] = step, stage_units(stage)
         return self._traced[blocks]
 
     def among(self, parallel: DataParallel, cluster: ClusterSpec) -> MicroBatch:
