@@ -208,17 +208,27 @@ class MicroBatch:
 
     def _by_block(self, op_ms: Sequence[float]) -> list[float]:
         """Times of ops added up for each block."""
+        times = [0.0] * len(self._traced_blocks)
+        for owner, own_ms in zip(self._owners, op_ms, strict=True):
+            if owner is not None:
+                times[owner] += own_ms
+        return self._expanded(times)
+
+    @cached_property
+    def _owners(self) -> list[int | None]:
+        """Place among the traced blocks of each op; None for those of no block."""
         tree, fqns = self.whole.tape.modules, list(self.chain)
-        traced = [fqns[i] for i in self._traced_blocks]
-        place = {tree.index[fqn]: i for i, fqn in enumerate(traced)}
-        times = [0.0] * len(traced)
-        for op, own_ms in zip(self.whole.tape.ops, op_ms, strict=True):
-            if op.phase in _MODEL_PHASES:
+        place = {tree.index[fqns[own]]: i for i, own in enumerate(self._traced_blocks)}
+        of_module: dict[int, int | None] = {}
+        owners = []
+        for op in self.whole.tape.ops:
+            if op.module not in of_module:
                 around = [op.module, *tree.ancestors(op.module)]
                 owner = next((place[m] for m in around if m in place), None)
-                if owner is not None:
-                    times[owner] += own_ms
-        return self._expanded(times)
+                of_module[op.module] = owner
+            in_model = op.phase in _MODEL_PHASES
+            owners.append(of_module[op.module] if in_model else None)
+        return owners
 
     def _expanded(self, values: list[_T]) -> list[_T]:
         """A value for each block, of those that were traced."""
@@ -276,7 +286,7 @@ class MicroBatch:
         return self._steps[blocks]
 
     def _traced_of(self, blocks: tuple[int, ...]) -> tuple[StageStep, list[str]]:
-        """The same before it is sharded, over however many ranks, and its FSDP units."""
+        """The same before it is sharded, over however many ranks; its FSDP units."""
         if blocks not in self._traced:
             device = next(self.model.parameters()).device
             first, is_last = blocks[0], blocks[-1] == len(self.chain) - 1
