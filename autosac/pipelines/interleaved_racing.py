@@ -94,8 +94,8 @@ class InterleavedRace(Race):
         cuts = self.guess(best_ms)
         if not cuts.starts and best_ms < inf:
             return cuts
-        guessed = self._try_planned(self._best.starts)
-        searched = self._search(self._try_planned)
+        guessed = self._try_planned(self._best_below(best_ms).starts)
+        searched = self._search(self._try_planned, inf)
         best = min(searched, guessed, key=lambda tried: tried.cost)
         self._searched[self.micro_batch.shares] = best
         return self.guess(best_ms)
@@ -107,7 +107,7 @@ class InterleavedRace(Race):
         """
         faster_ms = best_ms if self.plain else (1 - self.gap) * best_ms
         if self.plain_ms < faster_ms:
-            best = self._best
+            best = self._best_below(faster_ms)
             if best.step_ms < faster_ms:
                 return Cuts(best.step_ms, best.starts)
         return Cuts(best_ms, ())
@@ -200,19 +200,46 @@ class InterleavedRace(Race):
     @property
     def _best(self) -> _Tried:
         """The best cuts that were found."""
+        return self._best_below(inf)
+
+    def _best_below(self, most_ms: float) -> _Tried:
+        """Likewise; without a search to the end where none is faster than a step."""
         shares = self.micro_batch.shares
         if shares not in self._searched:
-            self._searched[shares] = self._search(self._try)
+            searched = self._search(self._try, most_ms)
+            if self._evened_ms(searched) >= most_ms:
+                return searched
+            self._searched[shares] = searched
         return self._searched[shares]
 
-    def _search(self, try_: Callable[[tuple[int, ...]], _Tried]) -> _Tried:
-        """The best cuts that are found by trying some, and those that are known."""
+    def _search(
+        self, try_: Callable[[tuple[int, ...]], _Tried], most_ms: float
+    ) -> _Tried:
+        """The best cuts that are found by trying some, and those that are known.
+
+        Those that are tried first are all if no cuts are faster than `most_ms`.
+        """
         first = [try_(starts) for starts in (self._by_time.starts, *self._known)]
-        own = self._descend(min(first, key=lambda tried: tried.cost), try_)
+        best = min(first, key=lambda tried: tried.cost)
+        if self._evened_ms(best) >= most_ms:
+            return best
+        own = self._descend(best, try_)
         if own.step_ms == inf:  # even stages may need less memory
             even = self._descend(try_(self._even.starts), try_)
             own = min(own, even, key=lambda tried: tried.cost)
         return own
+
+    def _evened_ms(self, tried: _Tried) -> float:
+        """Of a step whose ranks work as long as these, but all equally long.
+
+        Blocks that move recompute about as much elsewhere. What does not fit recomputes
+        nothing here, so that it says little. A rank with several stages waits as many
+        times less for the first micro-batch.
+        """
+        busy_ms = sum(own.forward_ms + own.backward_ms for own in tried.times)
+        ranks, stages = self.schedule.num_ranks, self.schedule.stages_per_rank
+        waits = (ranks - 1) / stages
+        return busy_ms * (self.schedule.num_micro_batches + waits) / ranks
 
     @cached_property
     def _by_time(self) -> _Tried:
