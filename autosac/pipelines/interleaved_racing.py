@@ -95,7 +95,7 @@ class InterleavedRace(Race):
         if not cuts.starts and best_ms < inf:
             return cuts
         guessed = self._try_planned(self._best_below(best_ms).starts)
-        searched = self._search(self._try_planned, inf)
+        searched = self._search(self._first(self._try_planned), self._try_planned)
         best = min(searched, guessed, key=lambda tried: tried.cost)
         self._searched[self.micro_batch.shares] = best
         return self.guess(best_ms)
@@ -203,27 +203,25 @@ class InterleavedRace(Race):
         return self._best_below(inf)
 
     def _best_below(self, most_ms: float) -> _Tried:
-        """Likewise; without a search to the end where none is faster than a step."""
+        """Likewise; of long chains the first ones where none are taken to be faster."""
         shares = self.micro_batch.shares
         if shares not in self._searched:
-            searched = self._search(self._try, most_ms)
-            if self._evened_ms(searched) >= most_ms:
-                return searched
-            self._searched[shares] = searched
+            first = self._first(self._try)
+            if self.gap and self._evened_ms(first) >= most_ms:
+                return first
+            self._searched[shares] = self._search(first, self._try)
         return self._searched[shares]
 
-    def _search(
-        self, try_: Callable[[tuple[int, ...]], _Tried], most_ms: float
-    ) -> _Tried:
-        """The best cuts that are found by trying some, and those that are known.
+    def _first(self, try_: Callable[[tuple[int, ...]], _Tried]) -> _Tried:
+        """The best of the cuts that are known and those by time."""
+        tried = [try_(starts) for starts in (self._by_time.starts, *self._known)]
+        return min(tried, key=lambda tried: tried.cost)
 
-        Those that are tried first are all if no cuts are faster than `most_ms`.
-        """
-        first = [try_(starts) for starts in (self._by_time.starts, *self._known)]
-        best = min(first, key=lambda tried: tried.cost)
-        if self._evened_ms(best) >= most_ms:
-            return best
-        own = self._descend(best, try_)
+    def _search(
+        self, first: _Tried, try_: Callable[[tuple[int, ...]], _Tried]
+    ) -> _Tried:
+        """The best cuts that are found from some on."""
+        own = self._descend(first, try_)
         if own.step_ms == inf:  # even stages may need less memory
             even = self._descend(try_(self._even.starts), try_)
             own = min(own, even, key=lambda tried: tried.cost)
