@@ -69,6 +69,7 @@ class Runners:
             self._guessed.append((cuts.step_ms, race))
         else:
             self._lost[race.name] = "nothing faster fits"
+            self._races[-1] = race.anew()
 
     def _settle(self) -> None:
         """Plan the fastest of those that entered, if one is faster than before.

@@ -306,7 +306,7 @@ class MicroBatch:
             self._traced[blocks] = step, stage_units(stage)
         return self._traced[blocks]
 
-    def among(self, parallel: DataParallel, cluster: ClusterSpec) -> MicroBatch:
+    def among(self, parallel: DataParallel, cluster: ClusterSpec | None) -> MicroBatch:
         """The micro-batch with other replicas and shards; what is traced is shared.
 
         Args:

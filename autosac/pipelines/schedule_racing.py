@@ -98,6 +98,13 @@ class Race:
             race._plan_cuts(starts)
         return race
 
+    def anew(self) -> Race:
+        """The same with nothing worked out, as that takes much memory."""
+        own = self.micro_batch
+        given = self.schedule, self.budget_bytes, self.relative_gap, self.mesh
+        micro_batch = own.among(own.parallel, own.cluster)
+        return type(self)(micro_batch, *given, self.far, self.plain)
+
     @cached_property
     def gap(self) -> float:
         """By how much others must be faster: not at all where nothing is estimated.
