@@ -210,7 +210,9 @@ def computed_flops(name: str, call: Hashable, flops: int) -> int:
         return flops
     given = _given(call)
     query, key = given.get("query"), given.get("key")
-    if not (given.get("is_causal") and isinstance(query, Layout)):
+    if not isinstance(query, Layout) or not isinstance(key, Layout):
+        return flops
+    if not given.get("is_causal"):
         return flops
     return round(flops * _seen(query.size[-2], key.size[-2]))
 
