@@ -24,11 +24,8 @@ this is the MILP over units itself. Bytes are in MiB.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import (
-    Callable,
     Collection,
-    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -39,7 +36,8 @@ import pulp
 
 from ..milp import pulp_runner
 from .classes import Classes, Part
-from .holds import Held, Numbers
+from .held_counts import Between, HeldCounts, shares_of
+from .holds import Numbers
 from .segments import least_on_hull
 from .table import Floats, Table
 
@@ -123,7 +121,14 @@ class CountModel:
                     (z, time_ms * self.scale) for z, time_ms in self._timed()
                 )
             )
-        self._held: dict[object, pulp.LpVariable | None] = {}
+        self._held = HeldCounts(
+            self.model,
+            table,
+            classes,
+            unit_counts=self.unit_counts,
+            point_counts=self.point_counts,
+            between=self._between,
+        )
         self._limits = [(self._add_row(q), int(table.base[q])) for q in rows]
         if budget_bytes is not None:
             self.set_budget(budget_bytes)
@@ -224,7 +229,7 @@ class CountModel:
         add = self.model.add_variable
         self.unit_counts: dict[int, pulp.LpVariable] = {}
         self.point_counts: dict[int, pulp.LpVariable] = {}
-        self._between: list[tuple[pulp.LpVariable, int, float, float]] = []
+        self._between: list[Between] = []
         self._segments: list[tuple[int, list[int], list[pulp.LpVariable]]] = []
         for c, members in enumerate(self.classes.members):
             first, size = members[0], len(members)
@@ -368,21 +373,10 @@ class CountModel:
         before = self.model.numConstraints()
         for c in self.classes.innermost:
             path = self.classes.path(c)
-            terms = self._shares(c, path)
+            terms = shares_of(self.classes, self.unit_counts, c, path)
             if len(terms) > 1:
                 self.model += pulp_runner.row(terms) <= len(self.classes.members[c])
         self.nesting_rows = slice(before, self.model.numConstraints())
-
-    def _shares(
-        self, c: int, path: Sequence[int]
-    ) -> list[tuple[pulp.LpVariable, float]]:
-        """How many members of a class are, or lie in, chosen units of classes."""
-        size = len(self.classes.members[c])
-        return [
-            (self.unit_counts[d], size / len(self.classes.members[d]))
-            for d in path
-            if d in self.unit_counts
-        ]
 
     def _add_row(self, position: int) -> pulp.LpConstraint:
         """Row (3)."""
@@ -396,16 +390,9 @@ class CountModel:
             (b, self._between_two(added, column, share) / MIB)
             for b, column, share, _ in self._between
         ]
-        groups: dict[object, list[Held]] = {}
-        for hold in self._table.holds.at(position):
-            groups.setdefault(self._likeness(hold), []).append(hold)
-        for holds in groups.values():
-            key = tuple(hold.key for hold in holds)
-            if key not in self._held:
-                self._held[key] = self._add_held(holds)
-            held = self._held[key]
-            if held is not None:
-                terms.append((held, holds[0].added_bytes / MIB))
+        terms += [
+            (held, added_bytes / MIB) for held, added_bytes in self._held.at(position)
+        ]
         if self._peak is not None:
             terms.append((self._peak, -1.0))
             constraint = (
@@ -415,114 +402,6 @@ class CountModel:
             constraint = pulp_runner.row(terms) <= 0
         self.model += constraint
         return constraint
-
-    def _likeness(self, hold: Held) -> object:
-        """A key that is equal for holds that are counted together: of one class."""
-        if hold.columns is None:
-            return hold.index
-        columns = tuple(sorted(map(self._of_class, hold.columns.tolist())))
-        of_unit = self.classes.of_unit
-        holders = tuple(sorted(of_unit[u] for u in hold.holders))
-        return hold.added_bytes, columns, holders
-
-    def _of_class(self, column: int) -> int:
-        """The same point's column of the first member of the class of its unit."""
-        u = int(self._table.owner[column])
-        first = self.classes.members[self.classes.of_unit[u]][0]
-        return column - self._table.first[u] + self._table.first[first]
-
-    def _add_held(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
-        """Rows (4), (5) or (6) of holds that are counted together."""
-        if holds[0].columns is None:
-            return self._add_hold(holds)
-        return self._add_kept(holds) if holds[0].is_kept else self._add_freed(holds)
-
-    def _add_hold(self, holds: Sequence[Held]) -> pulp.LpVariable:
-        """Rows (4) of a single hold."""
-        (hold,) = holds
-        held = self.model.add_variable(_name(hold), 0, 1, pulp.LpInteger)
-        holding = {self.classes.of_unit[u] for u in hold.holders.tolist()}
-        for c in sorted(holding & self.unit_counts.keys()):
-            path = [d for d in self.classes.path(c) if d in holding]
-            size = float(len(self.classes.members[c]))
-            terms = [(y, -share) for y, share in self._shares(c, path)]
-            self.model += pulp_runner.row([(held, size), *terms]) >= 0
-        return held
-
-    def _add_freed(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
-        """Rows (5); None if they cannot bind."""
-        count, of_unit = len(holds), self.classes.of_unit
-        freeing = [h.columns.tolist() for h in holds if h.columns is not None]
-        freers = {int(self._table.owner[j]) for own in freeing for j in own}
-        columns = frozenset(map(self._of_class, freeing[0]))
-        outer = {of_unit[u] for u in freers}
-        if len(freers) != count * len(outer):
-            return None  # one unit has a part in several of the holds
-        spare = sum(len(self.classes.members[c]) - count for c in outer)
-        free = [
-            (self.point_counts[j], -1.0)
-            for j in sorted(columns & self.point_counts.keys())
-        ]
-        free += [
-            (b, -1.0)
-            for b, j, share, _ in self._between
-            if j in columns and (not share or j + 1 in columns)
-        ]
-        held: pulp.LpVariable | None = None
-        for c in sorted(
-            {of_unit[u] for u in holds[0].holders} & self.unit_counts.keys()
-        ):
-            holders = [
-                {u for u in h.holders.tolist() if of_unit[u] == c} for h in holds
-            ]
-            distinct = len(set[int]().union(*(sorted(own)[:1] for own in holders)))
-            if not free or distinct != count:
-                continue
-            if held is None:
-                held = self.model.add_variable(f"{_name(holds[0])}_{count}", 0, count)
-            rest = len(self.classes.members[c]) - count
-            terms = [(held, 1.0), (self.unit_counts[c], -1.0), *free]
-            self.model += pulp_runner.row(terms) >= -(count + spare + rest)
-        return held
-
-    def _add_kept(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
-        """Rows (6); None if nothing can be both kept and held."""
-        every = (h.columns.tolist() for h in holds if h.columns is not None)
-        columns = self._most_parts(every, self._of_class)
-        keeping = [
-            (self.point_counts[j], -most)
-            for j, most in columns
-            if j in self.point_counts
-        ]
-        parts = dict(columns)
-        for b, j, share, _ in self._between:
-            most = max(parts.get(j, 0.0), parts.get(j + 1, 0.0) if share else 0.0)
-            if most:
-                keeping.append((b, -most))
-        holders = (hold.holders.tolist() for hold in holds)
-        units = self._most_parts(holders, self.classes.of_unit.__getitem__)
-        held = [
-            (self.unit_counts[c], -most) for c, most in units if c in self.unit_counts
-        ]
-        if not keeping or not held:
-            return None
-        name = f"{_name(holds[0])}_{len(holds)}"
-        both = self.model.add_variable(name, 0, len(holds))
-        self.model += pulp_runner.row([(both, 1.0), *keeping]) <= 0
-        self.model += pulp_runner.row([(both, 1.0), *held]) <= 0
-        return both
-
-    @staticmethod
-    def _most_parts(
-        holds: Iterable[list[int]], of_class: Callable[[int], int]
-    ) -> list[tuple[int, float]]:
-        """By class, the most holds that one of its units or columns has a part in."""
-        counts = Counter(member for members in holds for member in members)
-        most: dict[int, float] = {}
-        for member, count in sorted(counts.items()):
-            c = of_class(member)
-            most[c] = max(most.get(c, 0.0), float(count))
-        return sorted(most.items())
 
 
 def _mean(
@@ -534,7 +413,3 @@ def _mean(
     if shares.sum() <= _WHOLE:
         return None
     return float(shares @ np.array(values) / shares.sum())
-
-
-def _name(hold: Held) -> str:
-    return "h_" + "_".join(f"{number:05d}" for number in hold.key)
