@@ -1,11 +1,12 @@
 """Keep, recompute or offload: real steps with far memory in a file, and GPUs predicted.
 
-    python -m benchmarks.offload [--parts real,rules,gpus,layers,pipelines]
+    python -m benchmarks.offload [--parts real,times,rules,gpus,layers,pipelines]
         [--models llama,unet]
 
 *real*: models of the zoo under six budgets, three of them below the floor without
 offload: real peaks by the allocator's events, bits, and at the lowest budget the same
-peak with copies held to 0.1 GB/s. *rules*: plans under the peaks of rules that people
+peak with copies held to 0.1 GB/s. *times*: what such steps take beside those of rules
+and of plans without offload. *rules*: plans under the peaks of rules that people
 set by hand, which must not be faster. *gpus*: two language models of 8B parameters,
 planned for GPUs that need not be present. *layers*: what planning a GPT of 126 layers
 takes. *pipelines*: Llama 3 in stages on H100, predicted.
@@ -39,14 +40,14 @@ from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms
 from autosac.units.curves import kept
 from autosac.units.far_units import FarUnit
-from benchmarks import offload_pipelines
+from benchmarks import offload_pipelines, offload_times
 from benchmarks.comparing.scale import FULL_LAYERS, gpt_of
 from benchmarks.environment import MIB, environment
-from benchmarks.every_saved import LEAST_BYTES, every_saved
 from benchmarks.models import zoo
+from benchmarks.offload_rules import LEAST_BYTES, every_input, every_saved
 from benchmarks.planning_time import profiled
 
-PARTS = ("real", "rules", "gpus", "layers", "pipelines", "interleaved")
+PARTS = ("real", "times", "rules", "gpus", "layers", "pipelines", "interleaved")
 RESULTS = Path(__file__).parent / "results"
 MODELS = (
     *("llama", "llama-tied", "qwen3", "mistral", "mixtral", "albert", "t5", "swin"),
@@ -71,9 +72,8 @@ def main() -> None:
     broken: list[str] = []
     for part in options.parts.split(","):
         lines = ["# Keep, recompute or offload", ""]
-        if part in ("real", "rules"):
-            rows = real if part == "real" else rules
-            lines += list(rows(options.models.split(","), broken))
+        if part in OF_MODELS:
+            lines += list(OF_MODELS[part](options.models.split(","), broken))
         else:
             lines += list(PREDICTED[part]())
         lines += ["", *(f"- {name}: {value}" for name, value in environment().items())]
@@ -165,8 +165,8 @@ def rules(names: list[str], broken: list[str]) -> Iterator[str]:
     yield "recomputed whole; the same with every argument moved that can be; nothing"
     yield "recomputed, and every saved tensor moved that is larger than 1 MiB (of the"
     yield f"small models on the CPU, {SMALL_BYTES // 1024} KiB), one by one, as"
-    yield "`benchmarks.every_saved` says. If no plan fits the peak: what plans take at"
-    yield "the floor, and with 1 % more. Times are recomputation and waiting."
+    yield "`benchmarks.offload_rules` says. If no plan fits the peak: what plans take"
+    yield "at the floor, and with 1 % more. Times are recomputation and waiting."
     yield ""
     yield "| model | device | rule | peak | its time | plan under that peak |"
     yield "| --- | --- | --- | ---: | ---: | --- |"
@@ -214,13 +214,6 @@ def _rules_of(
         row = [*cells, f"{rule_ms:.2f} ms", told]
         print(*row, flush=True)
         yield f"| {' | '.join(row)} |"
-
-
-def every_input(profile: Any) -> dict[Any, Any]:
-    """Every block recomputed whole, with its arguments in far memory if they can be."""
-    twins = {unit.call: unit for unit in profile.far_units if unit.fetched is None}
-    every = profile.rules.every_kth_block(1)
-    return {twins.get(unit.call, unit): policy for unit, policy in every.items()}
 
 
 # --- many layers ------------------------------------------------------------------
@@ -429,6 +422,7 @@ def _qwen() -> nn.Module:
 
 
 GPU_MODELS = (("Llama-3-8B", llama), ("Qwen3-8B", _qwen))
+OF_MODELS = {"real": real, "times": offload_times.times, "rules": rules}
 PREDICTED = {
     "gpus": gpus,
     "layers": layers,

@@ -16,7 +16,7 @@ from autosac.solving.streaming import Streaming
 from autosac.units.policies import SAVE, Policy
 from autosac.units.streamed import letter, moved
 from autosac.verification.verifying import Recipe, verify_each
-from benchmarks.every_saved import every_saved
+from benchmarks.offload_rules import every_saved
 from tests import test_offloading as offloading
 from tests.models import Case
 from tests.planning.readers import BATCHES, make_model

@@ -12,7 +12,7 @@ from autosac.solving.incumbents import far_bytes
 from autosac.units import curves
 from autosac.units.far_units import FarUnit
 from autosac.units.policies import SAVE
-from benchmarks.every_saved import every_saved
+from benchmarks.offload_rules import every_saved
 from tests.far_choices import KINDS, far_choice
 from tests.models import CASES, Case
 from tests.test_chains import Block

@@ -1,10 +1,11 @@
-"""The rule that every large saved tensor is offloaded, as torchtune's hooks do it.
+"""Rules of offload: every large saved tensor, as torchtune's hooks do it, or inputs.
 
-Nothing is recomputed. A tensor that autograd saves is sent as it is saved; when five
-later ones are sent (`max_fwd_stash_size`), or backward begins, the program waits for
-the copy and lets go of it. Backward allocates it where it first reads it, waits for the
-copy back, and keeps it until it has used it. It is simulated at its best: a storage
-moves once however many tensors of it are saved, and no stream keeps memory back.
+Nothing is recomputed under the first. A tensor that autograd saves is sent as it is
+saved; when five later ones are sent (`max_fwd_stash_size`), or backward begins, the
+program waits for the copy and lets go of it. Backward allocates it where it first reads
+it, waits for the copy back, and keeps it until it has used it. It is simulated at its
+best: a storage moves once however many tensors of it are saved, and no stream keeps
+memory back.
 
 Source: torchtune, torchtune/training/_activation_offloading.py.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -125,3 +126,10 @@ def _waits_ms(step: TracedStep, moved: list[_Moved]) -> float:
         waits_ms += max(0.0, wait_ms)
         now_ms += max(0.0, wait_ms)
     return waits_ms
+
+
+def every_input(profile: Any) -> dict[Any, Any]:
+    """Every block recomputed whole, with its arguments in far memory if they can be."""
+    twins = {unit.call: unit for unit in profile.far_units if unit.fetched is None}
+    every = profile.rules.every_kth_block(1)
+    return {twins.get(unit.call, unit): policy for unit, policy in every.items()}

@@ -1,0 +1,174 @@
+"""Real steps that offload to a fast file, timed beside others: a part of `offload`.
+
+At the peaks of rules and at the floor without offload, forward and backward passes of
+the rule, of the plan without offload and of the one with it take turns, as the machine
+may be busy: only ratios of their medians count. The plain step takes part twice; how
+far its two medians are apart is the noise.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+
+import torch
+from torch import nn
+
+import autosac
+from autosac.checkpointing import installing
+from autosac.devices.links import Link
+from autosac.devices.specs import device_spec
+from autosac.errors import InfeasibleBudgetError
+from autosac.far_memory import FarMemory
+from autosac.planning.spelling import spell_out
+from autosac.profiles.restricting import restricted
+from autosac.solving.rules_of_thumb import Choice
+from autosac.step.training_step import normalize_inputs, training_step
+from benchmarks.environment import MIB
+from benchmarks.models import Workload, zoo
+from benchmarks.offload_rules import every_input
+
+FAST_FILES = "/dev/shm"  # in memory: as fast as files get
+_COPIED_BYTES = 16 * 2**20
+_COPIES = 8
+_ROUNDS, _WARM_UP = 31, 3
+
+Run = Callable[[], object]
+_KINDS = ("rule", "without", "with")
+
+
+def measured_link() -> Link:
+    """The link to a fast file, by copies of a large and of a tiny tensor."""
+    memory = FarMemory(FAST_FILES)
+    large_ms = [_copied_ms(memory, _COPIED_BYTES) for _ in range(_COPIES)]
+    tiny_ms = [_copied_ms(memory, 64) for _ in range(_COPIES)]
+    out_ms, back_ms = (statistics.median(ms) for ms in zip(*large_ms, strict=True))
+    latency_ms = statistics.median(max(pair) for pair in tiny_ms)
+    return Link(
+        out_bytes_per_s=1e3 * _COPIED_BYTES / out_ms,
+        back_bytes_per_s=1e3 * _COPIED_BYTES / back_ms,
+        latency_ms=latency_ms,
+    )
+
+
+def _copied_ms(memory: FarMemory, num_bytes: int) -> tuple[float, float]:
+    source = torch.ones(num_bytes, dtype=torch.uint8)
+    begin = time.perf_counter()
+    sent = memory.send(source)
+    sent.wait()
+    there = time.perf_counter()
+    sent.fetch(source)
+    back = time.perf_counter()
+    sent.release()
+    return 1e3 * (there - begin), 1e3 * (back - there)
+
+
+def times(names: Sequence[str], _: list[str]) -> Iterator[str]:
+    """Rows of measured times, of each model in turn; times break no promise."""
+    link = measured_link()
+    yield "Real forward and backward passes on the CPU, far memory in a file in memory,"
+    yield f"whose link was measured: {link.out_bytes_per_s / 1e9:.1f} GB/s there,"
+    yield f"{link.back_bytes_per_s / 1e9:.1f} back, {link.latency_ms:.3f} ms a copy."
+    yield f"Medians of {_ROUNDS} rounds in which all take turns, over that of the plain"
+    yield "step, which takes part twice: *noise* is what its second median is off by."
+    yield "*more*: what the plan with offload takes over the faster of the others."
+    yield ""
+    yield "| model | plain ms | noise | peak of | MiB | rule | without | with | more |"
+    yield "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |"
+    for name in names:
+        yield from _times_of(name, zoo()[name], link)
+
+
+def _times_of(name: str, work: Workload, link: Link) -> Iterator[str]:
+    profile = _profiled(work, link)
+    every = profile.rules.every_kth_block(1)
+    moved = every_input(restricted(profile, offload=True))
+    rules: dict[str, tuple[Choice | None, int]] = {
+        "every block rerun": (every, profile.peak_bytes(every)),
+        "and every input moved": (moved, profile.peak_bytes(moved)),
+        "the floor without offload": (None, autosac.floor(profile)),
+    }
+    runs: dict[tuple[str, str], Run] = {
+        ("", one): _run(work, lambda model: None) for one in ("plain", "again")
+    }
+    for rule, (choice, peak_bytes) in rules.items():
+        if choice is not None:
+            runs[rule, "rule"] = _run(work, partial(_install, profile, choice))
+        for kind in ("without", "with"):
+            plan = _plan(profile, peak_bytes, offload=kind == "with")
+            if plan is not None:
+                runs[rule, kind] = _run(work, plan.apply)
+    medians = _medians(runs)
+    plain_ms = medians["", "plain"]
+    noise = medians["", "again"] / plain_ms - 1
+    for rule, (_, peak_bytes) in rules.items():
+        own = {
+            kind: medians[rule, kind] / plain_ms
+            for kind in _KINDS
+            if (rule, kind) in medians
+        }
+        peak = f"{peak_bytes / MIB:.2f}"
+        figures = [f"{own[kind]:.2f}" if kind in own else "" for kind in _KINDS]
+        best = min(own.get("rule", inf), own.get("without", inf))
+        more = f"{own['with'] / best - 1:+.0%}"
+        row = [name, f"{plain_ms:.1f}", f"{noise:+.1%}", rule, peak, *figures, more]
+        print(*row, flush=True)
+        yield f"| {' | '.join(row)} |"
+
+
+def _profiled(work: Workload, link: Link) -> autosac.Profile:
+    torch.manual_seed(0)
+    traced = autosac.profile(
+        work.make_model(),
+        work.make_inputs(),
+        loss_fn=work.loss_fn,
+        device=replace(device_spec("cpu"), link=link),
+    )
+    return autosac.calibrate(traced, progress=False)
+
+
+def _plan(
+    profile: autosac.Profile, budget_bytes: int, *, offload: bool
+) -> autosac.Plan | None:
+    """The plan for a budget, None if nothing fits."""
+    far = {"offload": True, "offload_dir": FAST_FILES} if offload else {}
+    try:
+        return autosac.plan(profile, memory_budget=budget_bytes, **far)
+    except InfeasibleBudgetError:
+        return None
+
+
+def _install(profile: autosac.Profile, choice: Choice, model: nn.Module) -> None:
+    step = installing.Step(offload_dir=FAST_FILES)
+    installing.install(model, spell_out(profile, choice), step)
+
+
+def _run(work: Workload, change: Callable[[nn.Module], object]) -> Run:
+    """Runs a step of a model that was changed."""
+    torch.manual_seed(0)
+    model, inputs = work.make_model(), normalize_inputs(work.make_inputs())
+    change(model)
+
+    def run() -> None:
+        training_step(model, *inputs, loss_fn=work.loss_fn, optimizer=None)
+        model.zero_grad()
+
+    return run
+
+
+def _medians(runs: dict[tuple[str, str], Run]) -> dict[tuple[str, str], float]:
+    """Median milliseconds of each, all of which take turns."""
+    taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
+    gc.collect()
+    for number in range(-_WARM_UP, _ROUNDS):
+        for key, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            if number >= 0:
+                taken[key].append(1e3 * (time.perf_counter() - begin))
+    return {key: statistics.median(ms) for key, ms in taken.items()}
