@@ -74,7 +74,7 @@ def every_saved(step: TracedStep, least_bytes: int = LEAST_BYTES) -> RuleStep:
         peak_bytes = max(one.peak_bytes for one in steps)
     return RuleStep(
         peak_bytes=peak_bytes,
-        waits_ms=_waits_ms(step, moved),
+        waits_ms=_waits_ms(step, moved) + _issued_ms(step, moved),
         moved_bytes=int(nbytes.sum()),
     )
 
@@ -100,6 +100,12 @@ def _moved(step: TracedStep, least_bytes: int) -> Iterator[_Moved]:
         let_go = max(tape.storages[key].died, later)
         if let_go < read[key]:
             yield _Moved(key, tick, let_go, read[key], until[key])
+
+
+def _issued_ms(step: TracedStep, moved: list[_Moved]) -> float:
+    """Time for which the program is busy with copies."""
+    assert step.device.link is not None
+    return step.device.link.issued_ms(len(moved))
 
 
 def _waits_ms(step: TracedStep, moved: list[_Moved]) -> float:

@@ -21,7 +21,7 @@ from torch import nn
 
 import autosac
 from autosac.checkpointing import installing
-from autosac.devices.links import Link
+from autosac.devices.links import DISK, Link
 from autosac.devices.specs import device_spec
 from autosac.errors import InfeasibleBudgetError
 from autosac.far_memory import FarMemory
@@ -49,7 +49,8 @@ def measured_link() -> Link:
     tiny_ms = [_copied_ms(memory, 64) for _ in range(_COPIES)]
     out_ms, back_ms = (statistics.median(ms) for ms in zip(*large_ms, strict=True))
     latency_ms = statistics.median(max(pair) for pair in tiny_ms)
-    return Link(
+    return replace(
+        DISK,
         out_bytes_per_s=1e3 * _COPIED_BYTES / out_ms,
         back_bytes_per_s=1e3 * _COPIED_BYTES / back_ms,
         latency_ms=latency_ms,

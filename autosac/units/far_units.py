@@ -46,10 +46,11 @@ class _Hidden:
     back_ms: float
 
     def waits_ms(self, num_bytes: int, num_copies: int) -> float:
-        """Time that a step waits for copies out and back."""
+        """Time that a step waits for copies out and back, and is busy with them."""
         moved = num_bytes, num_copies
         back_ms = self.link.back_ms(*moved, self.back_ms)
-        return self.link.out_ms(*moved, self.out_ms) + back_ms
+        out_ms = self.link.out_ms(*moved, self.out_ms)
+        return out_ms + back_ms + self.link.issued_ms(num_copies)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

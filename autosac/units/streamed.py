@@ -138,7 +138,8 @@ class StreamedModel(Unit):
 
     def waits_ms(self, policy: Policy) -> float:
         if policy not in self.known_waits_ms:
-            self.known_waits_ms[policy] = self._play(policy)
+            issued_ms = self.link.issued_ms(len(moved(policy)))
+            self.known_waits_ms[policy] = self._play(policy) + issued_ms
         return self.known_waits_ms[policy]
 
     def _play(self, policy: Policy) -> float:
