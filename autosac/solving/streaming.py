@@ -123,7 +123,14 @@ class Streaming:
         back_ms = 1e3 * missing_bytes / unit.link.back_bytes_per_s
         waits_ms = (out_ms - (passed_ms - first_ms).clip(0)).clip(0)
         waits_ms += (back_ms - (last_ms - passed_ms).clip(0)).clip(0)
-        return float(waits_ms.max())
+        fewest = int(np.searchsorted(self._largest_bytes, missing_bytes.max()))
+        return float(waits_ms.max()) + unit.link.issued_ms(fewest)
+
+    @cached_property
+    def _largest_bytes(self) -> IntArray:
+        """Bytes of no stream, of the largest one, of the two largest ones, ..."""
+        sizes = sorted((stream.nbytes for stream in self._unit.streams), reverse=True)
+        return np.cumsum([0, *sizes])
 
     def _find(self, budget_bytes: int) -> Policy | None:
         least_bytes = self._peak_bytes(self._least)
