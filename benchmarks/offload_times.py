@@ -3,7 +3,8 @@
 At the peaks of rules and at the floor without offload, forward and backward passes of
 the rule, of the plan without offload and of the one with it take turns, as the machine
 may be busy: only ratios of their medians count. The plain step takes part twice; how
-far its two medians are apart is the noise.
+far its two medians are apart is the noise. A plan that is made as if copies kept the
+program busy for no time shows for how long they do: `Link.issue_ms` is from there.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _COPIES = 8
 _ROUNDS, _WARM_UP = 31, 3
 
 Run = Callable[[], object]
-_KINDS = ("rule", "without", "with")
+_KINDS = ("rule", "without", "with", "unpriced")
 
 
 def measured_link() -> Link:
@@ -77,10 +78,15 @@ def times(names: Sequence[str], _: list[str]) -> Iterator[str]:
     yield f"{link.back_bytes_per_s / 1e9:.1f} back, {link.latency_ms:.3f} ms a copy."
     yield f"Medians of {_ROUNDS} rounds in which all take turns, over that of the plain"
     yield "step, which takes part twice: *noise* is what its second median is off by."
-    yield "*more*: what the plan with offload takes over the faster of the others."
+    yield "*more*: what the plan with offload takes over the faster of rule and plan"
+    yield "without. *unpriced*: a plan with offload made as if copies kept the program"
+    yield "busy for no time; *busy*, where it streams the model: what its steps take"
+    yield "beyond the plain one and its predicted waits, for each tensor that goes and"
+    yield "comes back."
     yield ""
-    yield "| model | plain ms | noise | peak of | MiB | rule | without | with | more |"
-    yield "| --- | ---: | ---: | --- | ---: | ---: | ---: | ---: | ---: |"
+    timed = "rule | without | with | more | unpriced | busy ms"
+    yield f"| model | plain ms | noise | peak of | MiB | {timed} |"
+    yield f"| --- | ---: | ---: | --- |{' ---: |' * 7}"
     for name in names:
         yield from _times_of(name, zoo()[name], link)
 
@@ -94,14 +100,21 @@ def _times_of(name: str, work: Workload, link: Link) -> Iterator[str]:
         "and every input moved": (moved, profile.peak_bytes(moved)),
         "the floor without offload": (None, autosac.floor(profile)),
     }
+    unpriced = replace(link, issue_ms=0.0)
+    as_free = replace(profile, device=replace(profile.device, link=unpriced))
     runs: dict[tuple[str, str], Run] = {
         ("", one): _run(work, lambda model: None) for one in ("plain", "again")
     }
+    plans: dict[str, dict[str, autosac.Plan | None]] = {}
     for rule, (choice, peak_bytes) in rules.items():
         if choice is not None:
             runs[rule, "rule"] = _run(work, partial(_install, profile, choice))
-        for kind in ("without", "with"):
-            plan = _plan(profile, peak_bytes, offload=kind == "with")
+        plans[rule] = {
+            "without": _plan(profile, peak_bytes, offload=False),
+            "with": _plan(profile, peak_bytes, offload=True),
+            "unpriced": _plan(as_free, peak_bytes, offload=True),
+        }
+        for kind, plan in plans[rule].items():
             if plan is not None:
                 runs[rule, kind] = _run(work, plan.apply)
     medians = _medians(runs)
@@ -114,12 +127,21 @@ def _times_of(name: str, work: Workload, link: Link) -> Iterator[str]:
             if (rule, kind) in medians
         }
         peak = f"{peak_bytes / MIB:.2f}"
-        figures = [f"{own[kind]:.2f}" if kind in own else "" for kind in _KINDS]
+        *figures, free = [f"{own[kind]:.2f}" if kind in own else "" for kind in _KINDS]
+        busy = _busy(plans[rule]["unpriced"], (own["unpriced"] - 1) * plain_ms)
         best = min(own.get("rule", inf), own.get("without", inf))
         more = f"{own['with'] / best - 1:+.0%}"
-        row = [name, f"{plain_ms:.1f}", f"{noise:+.1%}", rule, peak, *figures, more]
+        row = [name, f"{plain_ms:.1f}", f"{noise:+.1%}", rule, peak, *figures]
+        row += [more, free, busy]
         print(*row, flush=True)
         yield f"| {' | '.join(row)} |"
+
+
+def _busy(plan: autosac.Plan | None, more_ms: float) -> str:
+    """Time for each tensor that goes and comes back, if a plan streams the model."""
+    assert plan is not None
+    streamed = sum(len(policy.streamed) for policy in plan.op_policies)
+    return f"{(more_ms - plan.recompute_ms) / streamed:.2f}" if streamed else ""
 
 
 def _profiled(work: Workload, link: Link) -> autosac.Profile:

@@ -147,13 +147,16 @@ class Player:
         self.now_ms = max(self.now_ms, until_ms)
 
 
+@pytest.mark.parametrize("issue_ms", [0.0, 0.5])
 @pytest.mark.parametrize("bytes_per_s", SPEEDS)
-def test_waits_are_those_of_a_step_that_is_played(step, bytes_per_s):
-    linked = with_link(step.plain, bytes_per_s)
+def test_waits_are_those_of_a_step_that_is_played(step, bytes_per_s, issue_ms):
+    linked = with_link(step.plain, bytes_per_s, issue_ms)
     for seed in range(4):
         choice = drawn(linked, seed)
         told_ms, peak_bytes = recompute_ms(choice), linked.peak_bytes(choice)
-        assert told_ms == pytest.approx(Player(linked, choice).play())
+        (policy,) = choice.values()
+        busy_ms = 2 * issue_ms * len(moved(policy))
+        assert told_ms == pytest.approx(Player(linked, choice).play() + busy_ms)
         assert told_ms >= linked.streaming.least_ms(peak_bytes)
 
 

@@ -198,8 +198,8 @@ def computed_flops(name: str, call: Hashable, flops: int) -> int:
     """Of a call's FLOPs those that its kernel makes: none of what a causal mask hides.
 
     Attention kernels skip blocks of keys that lie after a block of queries (Dao,
-    "FlashAttention-2", 2023, section 3.1; so does PyTorch's on the CPU), and PyTorch's
-    formulas of FLOPs count them.
+    "FlashAttention-2", 2023, section 3.1; so does PyTorch's on the CPU, in
+    aten/src/ATen/native/cpu/FlashAttentionKernel.cpp). PyTorch's formulas count them.
 
     Args:
         name: Of the overload.

@@ -15,8 +15,9 @@ class Link:
         out_bytes_per_s: Rate to far memory,
         back_bytes_per_s: and from there.
         latency_ms: Time that every copy takes besides.
-        issue_ms: Time for which the program is busy with a copy, and computes nothing.
-            On a GPU kernels run meanwhile.
+        issue_ms: Time for which the program is busy with a copy of an activation, and
+            computes nothing. On a GPU kernels run meanwhile. Plans of graphs and copies
+            of optimizer state do not count it.
     """
 
     out_bytes_per_s: float
@@ -70,9 +71,8 @@ def symmetric(gb_per_s: float) -> Link:
     return Link(out_bytes_per_s=rate, back_bytes_per_s=rate, latency_ms=_COPY_MS)
 
 
-# A nominal default, on no data sheet: a file on a solid-state disk over NVMe. Steps
-# of five models took 0.22 to 0.23 ms longer for each tensor that went and came back
-# (`python -m benchmarks.offload --parts times`, before that was known).
+# Rates are nominal, on no data sheet: a file on a solid-state disk over NVMe. For how
+# long the program is busy was measured (`python -m benchmarks.offload --parts times`).
 DISK = Link(
     out_bytes_per_s=1.0 * _GB,
     back_bytes_per_s=2.0 * _GB,

@@ -1,9 +1,14 @@
+from dataclasses import dataclass, field
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import autosac
 from autosac.cli.demo import next_token_loss
+from autosac.planning import batch_sizes
 from tests.models import gpt
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -27,6 +32,35 @@ class Counted:
     def __call__(self, size):
         self.sizes.append(size)
         return tokens(size)
+
+
+@dataclass
+class Steps:
+    """Floors that are flat, then rise in lines or jumps."""
+
+    slopes: list[int]
+    budget_bytes: int
+    looks: set[int] = field(default_factory=set)
+
+    def modelled_floor(self, size):
+        self.looks.add(size)
+        return sum(max(0, size - 40 * k) * s for k, s in enumerate(self.slopes))
+
+    def fits(self, size):
+        return self.modelled_floor(size) <= self.budget_bytes
+
+
+@given(
+    slopes=st.lists(st.integers(0, 9), max_size=5).map(lambda some: [*some, 7]),
+    budget=st.integers(0, 10**5),
+)
+def test_the_search_for_the_largest_batch_finds_it_in_few_looks(slopes, budget):
+    steps = Steps(slopes, budget)
+    largest = next(n for n in range(1, 10**5) if not steps.fits(n + 1))
+    steps.looks.clear()
+
+    assert batch_sizes._largest(steps, 2**16) == largest
+    assert len(steps.looks) <= 8 + 2 * largest.bit_length()
 
 
 @pytest.fixture(scope="module")

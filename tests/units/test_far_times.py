@@ -143,9 +143,12 @@ class Player:
         self.now_ms = max(self.now_ms, until_ms)
 
 
-def with_link(step, bytes_per_s):
+def with_link(step, bytes_per_s, issue_ms=0.0):
     link = Link(
-        out_bytes_per_s=bytes_per_s, back_bytes_per_s=bytes_per_s, latency_ms=1e-3
+        out_bytes_per_s=bytes_per_s,
+        back_bytes_per_s=bytes_per_s,
+        latency_ms=1e-3,
+        issue_ms=issue_ms,
     )
     device = replace(step.device, link=link)
     return restricted(replace(step, device=device), offload=True)
@@ -171,6 +174,30 @@ def test_waits_add_up_to_no_less_than_a_step_that_is_played(name, kinds):
             if kinds == ("late",) and name != "called twice":
                 assert played_ms == pytest.approx(told_ms)
     assert num_moved and num_equal
+
+
+def sent(unit, policy):
+    """Storages that a unit with twins sends to far memory."""
+    if isinstance(unit, FarUnit):
+        yield from unit.far
+        for g in unit.results:
+            if policy.choices[g] == SAVE:
+                yield from unit.groups[g].storages
+
+
+def test_the_program_is_busy_with_each_tensor_there_and_back():
+    profile = STEPS["blocks"].profile()
+    free, busy = (with_link(profile, SPEEDS[-1], ms) for ms in (0.0, 0.5))
+    num_moved = 0
+    for seed in SEEDS:
+        times = []
+        for step in (free, busy):
+            choice = far_choice(step, seed, tuple(KINDS))
+            times.append(sum(u.waits_ms(p) for u, p in choice.items()))
+        moved = [storage for u, p in choice.items() for storage in sent(u, p)]
+        num_moved += len(moved)
+        assert times[1] == pytest.approx(times[0] + 2 * 0.5 * len(moved))
+    assert num_moved
 
 
 def test_the_rule_that_all_saved_tensors_are_moved_waits_for_a_slow_link():
