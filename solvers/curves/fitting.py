@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pulp
 
-from ..milp import pulp_runner
+from ..milp import pulp_models, pulp_runner
 from .curve import FittedCurve, TradeoffCurve
 from .front import lower_hull
 
@@ -257,12 +257,12 @@ def _lowest_values(breaks: _Ints, points: _Points, *, convex: bool) -> _Floats:
     share = (points.freed - breaks[left]) / (breaks[left + 1] - breaks[left])
     weights = np.bincount(left, 1.0 - share, minlength=last + 1)
     weights += np.bincount(left + 1, share, minlength=last + 1)
-    model.setObjective(pulp_runner.row(zip(values, weights.tolist(), strict=True)))
+    model.setObjective(pulp_models.row(zip(values, weights.tolist(), strict=True)))
     binding = points.binding(breaks)
     places = np.searchsorted(points.freed, binding.freed)
     for j, ms in zip(places.tolist(), (binding.ms / scale).tolist(), strict=True):
         k, part = int(left[j]), float(share[j])
-        row = pulp_runner.row([(values[k], 1.0 - part), (values[k + 1], part)])
+        row = pulp_models.row([(values[k], 1.0 - part), (values[k + 1], part)])
         model += row >= ms  # (1)
     for k in range(last):
         model += values[k + 1] - values[k] >= 0  # (2)
@@ -272,7 +272,7 @@ def _lowest_values(breaks: _Ints, points: _Points, *, convex: bool) -> _Floats:
         widths = np.diff(breaks) / (breaks[-1] - breaks[0])
         for k, (one, other) in enumerate(pairwise(widths.tolist())):  # (4)
             steps = [(values[k + 2], one), (values[k + 1], -one - other)]
-            model += pulp_runner.row([*steps, (values[k], other)]) >= 0
+            model += pulp_models.row([*steps, (values[k], other)]) >= 0
     outcome = pulp_runner.run(model)
     assert outcome.termination.has_incumbent, "a high enough line is always feasible"
     return np.array([scale * (v.varValue or 0.0) for v in values])

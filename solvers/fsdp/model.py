@@ -26,7 +26,7 @@ from collections.abc import Collection, Sequence
 
 import pulp
 
-from ..milp import pulp_runner
+from ..milp import pulp_models
 from ..sac.holds import Held
 from ..sac.table import Table
 from .problem import FsdpChoice, FsdpProblem
@@ -64,7 +64,7 @@ class FsdpModel:
         integral: bool,
         peak: bool,
     ) -> None:
-        self.model = pulp_runner.Model("fsdp")
+        self.model = pulp_models.Model("fsdp")
         self.is_linear = forced and not integral
         self._problem, self._table, self._sites = problem, table, sites
         self._forced, self._integral = forced, integral
@@ -80,7 +80,7 @@ class FsdpModel:
         self.constant_ms = 0.0
         if peak:
             self._peak = self.model.add_variable("peak")
-            self.model.setObjective(pulp_runner.row([(self._peak, 1.0)]))
+            self.model.setObjective(pulp_models.row([(self._peak, 1.0)]))
 
     # --- variables and rows (1) to (8) ---
 
@@ -107,9 +107,9 @@ class FsdpModel:
                 outer = self._nearest[sites.around[site]]
                 for unit, around in outer.items():
                     n = add(f"n_{site:05d}_{unit:05d}", 0, 1)
-                    self.model += pulp_runner.row([(n, 1.0), (around, -1.0)]) <= 0
+                    self.model += pulp_models.row([(n, 1.0), (around, -1.0)]) <= 0
                     own[unit] = n
-                self.model += pulp_runner.row([(n, 1.0) for n in own.values()]) == 1
+                self.model += pulp_models.row([(n, 1.0) for n in own.values()]) == 1
             self._nearest.append(own)
         self._inside: list[list[int]] = [[] for _ in sites.modules]
         for site, nearest in enumerate(self._nearest):
@@ -118,7 +118,7 @@ class FsdpModel:
         for unit, inside in enumerate(self._inside):
             owned = [(self._nearest[t][unit], 1.0) for t in inside if sites.gather[t]]
             if unit:
-                self.model += pulp_runner.row([*owned, (self._x[unit], -1.0)]) >= 0
+                self.model += pulp_models.row([*owned, (self._x[unit], -1.0)]) >= 0
             self._add_dtypes(unit, inside)
 
     def _add_dtypes(self, unit: int, inside: Sequence[int]) -> None:
@@ -130,11 +130,11 @@ class FsdpModel:
             name: self.model.add_variable(f"d_{unit:05d}_{k:03d}", 0, 1)
             for k, name in enumerate(names)
         }
-        self.model += pulp_runner.row([(d, 1.0) for d in has.values()]) <= 1
+        self.model += pulp_models.row([(d, 1.0) for d in has.values()]) <= 1
         for t in inside:
             for name in self._sites.dtypes[t]:
                 terms = [(self._nearest[t][unit], 1.0), (has[name], -1.0)]
-                self.model += pulp_runner.row(terms) <= 0
+                self.model += pulp_models.row(terms) <= 0
 
     def _add_points(self) -> None:
         """AC units, and row (5)."""
@@ -151,15 +151,15 @@ class FsdpModel:
             ]
             self._y.append(add(f"y_{u:05d}", 0, 1))
             terms = [(z, 1.0) for z in self._z[first:]]
-            self.model += pulp_runner.row([*terms, (self._y[u], -1.0)]) == 0
+            self.model += pulp_models.row([*terms, (self._y[u], -1.0)]) == 0
         if (host_bytes := self._problem.host_bytes) is not None:
             points = [point for unit in units for point in unit.points]
             far = zip(self._z, points, strict=True)
             terms = [(z, point.far_bytes / _MIB) for z, point in far]
-            self.model += pulp_runner.row(terms) <= host_bytes / _MIB
+            self.model += pulp_models.row(terms) <= host_bytes / _MIB
         for path in self._problem.sac.paths():
             if len(path) > 1:
-                self.model += pulp_runner.row([(self._y[u], 1.0) for u in path]) <= 1
+                self.model += pulp_models.row([(self._y[u], 1.0) for u in path]) <= 1
         around: list[list[int]] = [[] for _ in self._problem.modules]
         for u, inside in enumerate(self._problem.inside):
             for index in inside:
@@ -168,7 +168,7 @@ class FsdpModel:
             if around[index]:
                 for group in self._paths(around[index]):
                     terms = [(self._y[u], 1.0) for u in group]
-                    self.model += pulp_runner.row([*terms, (self._x[site], 1.0)]) <= 1
+                    self.model += pulp_models.row([*terms, (self._x[site], 1.0)]) <= 1
 
     def _paths(self, units: Sequence[int]) -> list[list[int]]:
         """AC units in groups that exclude each other."""
@@ -193,7 +193,7 @@ class FsdpModel:
         for unit, inside in enumerate(self._inside):
             total = self.model.add_variable(f"{name}_{unit:05d}", 0)
             terms = [(self._nearest[t][unit], values[t] / _MIB) for t in inside]
-            self.model += pulp_runner.row([*terms, (total, -1.0)]) == 0
+            self.model += pulp_models.row([*terms, (total, -1.0)]) == 0
             totals.append(total)
         return totals
 
@@ -206,7 +206,7 @@ class FsdpModel:
         least = copies * max(self._sites.reduce) / _MIB
         late = self.model.add_variable("late", least)
         for reduced in self._reduced:
-            self.model += pulp_runner.row([(late, 1.0), (reduced, -copies)]) >= 0
+            self.model += pulp_models.row([(late, 1.0), (reduced, -copies)]) >= 0
         return [(late, 1.0)]
 
     def _add_stays(self) -> None:
@@ -219,12 +219,12 @@ class FsdpModel:
             stay = self.model.add_variable(f"k_{unit:05d}", 0)
             s = self.model.add_variable(f"s_{unit:05d}", 0, min(unit, 1), kind)
             gathered, x = self._gathered[unit], self._x[unit]
-            self.model += pulp_runner.row([(s, 1.0), (x, -1.0)]) <= 0
+            self.model += pulp_models.row([(s, 1.0), (x, -1.0)]) <= 0
             self.model += (
-                pulp_runner.row([(stay, 1.0), (gathered, -1.0), (s, most)]) >= 0
+                pulp_models.row([(stay, 1.0), (gathered, -1.0), (s, most)]) >= 0
             )
-            self.model += pulp_runner.row([(stay, 1.0), (gathered, -1.0)]) <= 0
-            self.model += pulp_runner.row([(stay, 1.0), (s, most)]) <= most
+            self.model += pulp_models.row([(stay, 1.0), (gathered, -1.0)]) <= 0
+            self.model += pulp_models.row([(stay, 1.0), (s, most)]) <= most
             self._stays.append(stay)
             self._reshards.append(s)
 
@@ -262,10 +262,10 @@ class FsdpModel:
         for site in order:
             value = self.model.add_variable(f"{name}_{site:05d}", 0)
             terms = [(v, -c) for v, c in own[site]]
-            self.model += pulp_runner.row([(value, 1.0), *terms]) >= 0
+            self.model += pulp_models.row([(value, 1.0), *terms]) >= 0
             if before is not None:
                 terms = [(values[before], -1.0), (self._x[site], largest)]
-                self.model += pulp_runner.row([(value, 1.0), *terms]) >= 0
+                self.model += pulp_models.row([(value, 1.0), *terms]) >= 0
             largest = max(largest, most[site])
             values[site] = value
             before = site
@@ -280,10 +280,10 @@ class FsdpModel:
         for site in sites.backward_order[1:]:
             some = self.model.add_variable(f"some_{site:05d}", 0, 1)
             for unit in begun:
-                self.model += pulp_runner.row([(some, 1.0), (unit, -1.0)]) >= 0
+                self.model += pulp_models.row([(some, 1.0), (unit, -1.0)]) >= 0
             ahead = self.model.add_variable(f"ahead_{site:05d}", 0)
             terms = [(ahead, 1.0), (buffers[site], -1.0), (some, -largest)]
-            self.model += pulp_runner.row(terms) >= -largest
+            self.model += pulp_models.row(terms) >= -largest
             buffers[site] = ahead
             if sites.gather[site]:
                 break  # some unit has its parameters, and has begun
@@ -316,9 +316,9 @@ class FsdpModel:
         terms += self._late
         base = float(self._table.base[position])
         if self._peak is not None:
-            constraint = pulp_runner.row([*terms, (self._peak, -1.0)]) <= -base / _MIB
+            constraint = pulp_models.row([*terms, (self._peak, -1.0)]) <= -base / _MIB
         else:
-            constraint = pulp_runner.row(terms) <= (budget - base) / _MIB
+            constraint = pulp_models.row(terms) <= (budget - base) / _MIB
         self.model += constraint
         self._rows[position] = constraint, 0.0
 
@@ -345,13 +345,13 @@ class FsdpModel:
         others = [(self._z[column], -1.0) for column in columns]
         if hold.is_kept:
             taken = [(self._y[u], -1.0) for u in hold.holders.tolist()]
-            self.model += pulp_runner.row([(held, 1.0), *others]) <= 0
-            self.model += pulp_runner.row([(held, 1.0), *taken]) <= 0
+            self.model += pulp_models.row([(held, 1.0), *others]) <= 0
+            self.model += pulp_models.row([(held, 1.0), *taken]) <= 0
             return held
         spare = 0 if hold.columns is None else 1  # one of these and one holder
         for u in hold.holders.tolist():
             terms = [(held, 1.0), (self._y[u], -1.0), *others]
-            self.model += pulp_runner.row(terms) >= -spare
+            self.model += pulp_models.row(terms) >= -spare
         return held
 
     def _of_parameters(self, position: int) -> Terms:

@@ -24,7 +24,7 @@ from itertools import accumulate
 
 import pulp
 
-from ..milp import pulp_runner
+from ..milp import pulp_models
 from ..sac.table import Table
 from .model import FsdpModel, Terms
 from .problem import FsdpProblem
@@ -62,7 +62,7 @@ class TimedModel(FsdpModel):
         self._add_tail()
         if not forced:
             self._add_cuts()
-        self.model.setObjective(pulp_runner.row(self._objective))
+        self.model.setObjective(pulp_models.row(self._objective))
 
     def _rerun_terms(self) -> list[tuple[int, Terms]]:
         """By position, the AC units that rerun there, and their times without waits."""
@@ -128,7 +128,7 @@ class TimedModel(FsdpModel):
             for t, nearest in enumerate(self._nearest):
                 if unit in nearest and values[t]:
                     terms = [(owns, 1.0), (nearest[unit], -1.0)]
-                    self.model += pulp_runner.row(terms) >= 0
+                    self.model += pulp_models.row(terms) >= 0
             flags.append(owns)
         return flags
 
@@ -149,13 +149,13 @@ class TimedModel(FsdpModel):
                 continue
             here = self.model.add_variable(f"df_{unit:05d}", 0)
             gather = [(v, -c) for v, c in self._gathers[after]]
-            self.model += pulp_runner.row([(here, 1.0), *gather]) >= -compute
+            self.model += pulp_models.row([(here, 1.0), *gather]) >= -compute
             if left is not None and not self._forced:
                 terms = [(here, 1.0), (left, -1.0), (self._x[after], most_left)]
-                self.model += pulp_runner.row(terms) >= -compute
+                self.model += pulp_models.row(terms) >= -compute
             wait = self.model.add_variable(f"ef_{unit:05d}", 0)
             terms = [(wait, 1.0), (here, -1.0), (self._x[unit], -most)]
-            self.model += pulp_runner.row(terms) >= -most
+            self.model += pulp_models.row(terms) >= -most
             self._forward_waits.append(wait)
             left, most_left = here, most
         self._objective += [(wait, 1.0) for wait in self._forward_waits]
@@ -178,18 +178,18 @@ class TimedModel(FsdpModel):
             here = self.model.add_variable(f"db_{unit:05d}", -floors[k])
             terms = [(here, 1.0), *rerun]
             if after is None:
-                self.model += pulp_runner.row(terms) >= -compute
+                self.model += pulp_models.row(terms) >= -compute
             else:
                 gather = [(v, -c) for v, c in self._regathers[after]]
                 floor = 0.0 if self._forced else floors[k + 1]
                 row = [*terms, *gather, (self._x[after], -floor)]
-                self.model += pulp_runner.row(row) >= -compute - floor
+                self.model += pulp_models.row(row) >= -compute - floor
                 if not self._forced:
                     assert left is not None
                     most = max(most, most_left - compute)
                     over = max(0.0, most_left)
                     row = [*terms, (left, -1.0), (self._x[after], over)]
-                    self.model += pulp_runner.row(row) >= -compute
+                    self.model += pulp_models.row(row) >= -compute
             load = most_loads[k - 1] if k else 0.0
             if load + most > 0.0:
                 self._add_wait(unit, here, loads[k - 1] if k else None, load + most)
@@ -206,7 +206,7 @@ class TimedModel(FsdpModel):
         terms = [(wait, 1.0), (left, -1.0), (self._x[unit], -most)]
         if load is not None:
             terms.append((load, -1.0))
-        self.model += pulp_runner.row(terms) >= -most
+        self.model += pulp_models.row(terms) >= -most
         self._objective.append((wait, 1.0))
         self._waits[unit] = wait
 
@@ -228,10 +228,10 @@ class TimedModel(FsdpModel):
                 ending = next(ends, None)
             load = self.model.add_variable(f"u_{unit:05d}", 0)
             terms = [(load, 1.0), *((v, -c) for v, c in reduces)]
-            self.model += pulp_runner.row(terms) >= 0
+            self.model += pulp_models.row(terms) >= 0
             if loads and not self._forced:
                 row = [*terms, (loads[-1], -1.0), (self._x[unit], most[-1])]
-                self.model += pulp_runner.row(row) >= 0
+                self.model += pulp_models.row(row) >= 0
                 most_here += most[-1]
             loads.append(load)
             most.append(most_here)
@@ -273,7 +273,7 @@ class TimedModel(FsdpModel):
                     for begun, wait in self._waits.items()
                     if sites.begins[begun] >= sites.ends[unit]
                 ]
-                self.model += pulp_runner.row(row) >= -hidden
+                self.model += pulp_models.row(row) >= -hidden
 
     def _add_cuts(self) -> None:
         """Forward and backward as a whole take no less than their collectives.
@@ -297,19 +297,19 @@ class TimedModel(FsdpModel):
         compute = sites.compute_between(sites.starts[0], sites.begins[0])
         terms = [(wait, 1.0) for wait in self._forward_waits]
         terms += [(v, -c) for v, c in forward]
-        self.model += pulp_runner.row(terms) >= -compute
+        self.model += pulp_models.row(terms) >= -compute
         compute = sites.compute_between(sites.begins[0], sites.ends[0])
         terms = [(wait, 1.0) for wait in self._waits.values()]
         terms += [(v, -c) for v, c in backward]
         terms += self._rerun_within(sites.begins[0], sites.ends[0])
-        self.model += pulp_runner.row(terms) >= -compute
+        self.model += pulp_models.row(terms) >= -compute
 
     def _summed(self, name: str, later: Terms, unit: int, kind: str) -> Terms:
         """A variable for a sum that goes on from unit to unit."""
         own = self._reduces[unit] if kind == "reduce" else self._totals[unit]
         total = self.model.add_variable(name, 0)
         terms = [(v, -c) for v, c in [*later, *own]]
-        self.model += pulp_runner.row([(total, 1.0), *terms]) == 0
+        self.model += pulp_models.row([(total, 1.0), *terms]) == 0
         return [(total, 1.0)]
 
     def _rerun_within(self, start: int, stop: int) -> Terms:

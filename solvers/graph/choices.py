@@ -15,7 +15,7 @@ from typing import Any
 
 import pulp
 
-from ..milp import pulp_runner
+from ..milp import pulp_models
 from .dominance import dominated_values, may_be_kept, runs_with
 from .recomputation import GraphProblem
 
@@ -46,7 +46,7 @@ class Choices:
     def __init__(self, problem: GraphProblem, *, movable: Collection[int]) -> None:
         self.problem = problem
         self._movable = frozenset(movable)
-        self.model = pulp_runner.Model("graph")
+        self.model = pulp_models.Model("graph")
         self.keep: dict[int, pulp.LpVariable] = {}
         self.run: dict[int, pulp.LpVariable] = {}
         self.moved: dict[int, pulp.LpVariable] = {}
@@ -141,7 +141,7 @@ class Choices:
         weight = self.tie_break_ms / (sum(sizes[v] for v, _ in stays) or 1)
         terms = [(x, self.problem.runtime_ms[op]) for op, x in self.run.items()]
         terms += [(x, weight * sizes[v]) for v, x in stays]
-        return pulp_runner.row((x, ms * self.time_scale) for x, ms in terms)
+        return pulp_models.row((x, ms * self.time_scale) for x, ms in terms)
 
     # --- solutions ----------------------------------------------------------------
 

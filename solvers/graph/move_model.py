@@ -34,7 +34,7 @@ from collections.abc import Iterable
 from itertools import accumulate
 from typing import Any
 
-from ..milp import pulp_runner
+from ..milp import pulp_models
 from .model import GraphModel
 from .moving import Choice, MoveProblem
 from .recomputation import Position
@@ -63,7 +63,7 @@ class MoveModel(GraphModel):
             held = [
                 (a, moves.graph.value_bytes[v] / _MIB) for v, a in self.moved.items()
             ]
-            self.model += pulp_runner.row(held) <= moves.host_bytes / _MIB  # (13)
+            self.model += pulp_models.row(held) <= moves.host_bytes / _MIB  # (13)
 
     def _objective(self) -> _Expression:
         total = super()._objective()
@@ -112,7 +112,7 @@ class MoveModel(GraphModel):
             first = maker[order[count - 1]]
             copies = [(left[v], self.moves_of.out_ms[v]) for v in order[:count]]
             between_ms = self._forward_ms[op] - self._forward_ms[first + 1]
-            self.model += pulp_runner.row(copies) <= self._waits[0] + between_ms
+            self.model += pulp_models.row(copies) <= self._waits[0] + between_ms
 
     def _add_times_of_coming(self, step: int) -> None:
         """Rows (16), once for every step."""
@@ -131,8 +131,8 @@ class MoveModel(GraphModel):
                 if self._occasions[op] & between
             ]
             between_ms = self._step_ms[last] - self._step_ms[step + 1]
-            hidden = self._waits[1] + between_ms + pulp_runner.row(reruns)
-            self.model += pulp_runner.row(copies) <= hidden
+            hidden = self._waits[1] + between_ms + pulp_models.row(reruns)
+            self.model += pulp_models.row(copies) <= hidden
 
     def _sums(self, name: str, parts: Iterable[tuple[Any, float]]) -> list[Any]:
         """A variable for each sum of the first parts, in a row."""
@@ -186,7 +186,7 @@ class MoveModel(GraphModel):
                 continue
             if reruns:
                 more = self.model.add_variable(f"rerun{i + 1}", 0.0)
-                self.model += more <= rerun + pulp_runner.row(reruns)
+                self.model += more <= rerun + pulp_models.row(reruns)
                 rerun, reruns = more, []
             self.model += waited >= sums[i] - rerun - before_ms
             before_ms += moves.step_ms[step]

@@ -34,7 +34,7 @@ from collections.abc import (
 import numpy as np
 import pulp
 
-from ..milp import pulp_runner
+from ..milp import pulp_models
 from .classes import Classes, Part
 from .held_counts import Between, HeldCounts, shares_of
 from .holds import Numbers
@@ -94,7 +94,7 @@ class CountModel:
         limit_ms: float = math.inf,
         cuts: Cuts | None = None,
     ) -> None:
-        self.model = pulp_runner.Model("counts")
+        self.model = pulp_models.Model("counts")
         self._cuts = cuts or {}
         self._least_using = least_using or {}
         self._limit_ms = limit_ms
@@ -114,10 +114,10 @@ class CountModel:
         self._peak: pulp.LpVariable | None = None
         if budget_bytes is None:
             self._peak = self.model.add_variable("peak")
-            self.model.setObjective(pulp_runner.row([(self._peak, 1.0)]))
+            self.model.setObjective(pulp_models.row([(self._peak, 1.0)]))
         else:
             self.model.setObjective(
-                pulp_runner.row(
+                pulp_models.row(
                     (z, time_ms * self.scale) for z, time_ms in self._timed()
                 )
             )
@@ -255,7 +255,7 @@ class CountModel:
             if terms:
                 self.unit_counts[c] = add(f"y_{c:05d}", 0, size, pulp.LpInteger)
                 self.model += (
-                    pulp_runner.row([*terms, (self.unit_counts[c], -1.0)]) == 0
+                    pulp_models.row([*terms, (self.unit_counts[c], -1.0)]) == 0
                 )
 
     def _using_ms(self, members: Sequence[int]) -> Floats | None:
@@ -305,7 +305,7 @@ class CountModel:
                 self._segments.append((shape, vertices, [b for b, _ in points]))
                 name = f"s_{columns[0]:06d}_{n:05d}"
                 count = self.model.add_variable(name, 0, size, pulp.LpInteger)
-                self.model += pulp_runner.row([*points, (count, -1.0)]) == 0
+                self.model += pulp_models.row([*points, (count, -1.0)]) == 0
                 points = [(count, 1.0)]
             terms += points
         return terms
@@ -330,12 +330,12 @@ class CountModel:
         if not points:
             return []
         count = self.model.add_variable(f"m_{columns[0]:06d}", 0, size, pulp.LpInteger)
-        self.model += pulp_runner.row([*points, (count, -1.0)]) == 0
+        self.model += pulp_models.row([*points, (count, -1.0)]) == 0
         if least_ms > 0.0:
             times = self._table.times[columns] * self.scale
             slower = [(z, t) for (z, _), t in zip(points, times.tolist(), strict=True)]
             self.model += (
-                pulp_runner.row([*slower, (count, -least_ms * self.scale)]) >= 0
+                pulp_models.row([*slower, (count, -least_ms * self.scale)]) >= 0
             )
         return [(count, 1.0)]
 
@@ -375,7 +375,7 @@ class CountModel:
             path = self.classes.path(c)
             terms = shares_of(self.classes, self.unit_counts, c, path)
             if len(terms) > 1:
-                self.model += pulp_runner.row(terms) <= len(self.classes.members[c])
+                self.model += pulp_models.row(terms) <= len(self.classes.members[c])
         self.nesting_rows = slice(before, self.model.numConstraints())
 
     def _add_row(self, position: int) -> pulp.LpConstraint:
@@ -396,10 +396,10 @@ class CountModel:
         if self._peak is not None:
             terms.append((self._peak, -1.0))
             constraint = (
-                pulp_runner.row(terms) <= -float(self._table.base[position]) / MIB
+                pulp_models.row(terms) <= -float(self._table.base[position]) / MIB
             )
         else:
-            constraint = pulp_runner.row(terms) <= 0
+            constraint = pulp_models.row(terms) <= 0
         self.model += constraint
         return constraint
 

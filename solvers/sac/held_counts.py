@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import pulp
 
-from ..milp import pulp_runner
+from ..milp import pulp_models
 from .classes import Classes
 from .holds import Held
 from .table import Table
@@ -31,7 +31,7 @@ class HeldCounts:
 
     def __init__(
         self,
-        model: pulp_runner.Model,
+        model: pulp_models.Model,
         table: Table,
         classes: Classes,
         *,
@@ -93,7 +93,7 @@ class HeldCounts:
                 (y, -share)
                 for y, share in shares_of(self._classes, self._unit_counts, c, path)
             ]
-            self._model += pulp_runner.row([(held, size), *terms]) >= 0
+            self._model += pulp_models.row([(held, size), *terms]) >= 0
         return held
 
     def _add_freed(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
@@ -129,7 +129,7 @@ class HeldCounts:
                 held = self._model.add_variable(f"{_name(holds[0])}_{count}", 0, count)
             rest = len(self._classes.members[c]) - count
             terms = [(held, 1.0), (self._unit_counts[c], -1.0), *free]
-            self._model += pulp_runner.row(terms) >= -(count + spare + rest)
+            self._model += pulp_models.row(terms) >= -(count + spare + rest)
         return held
 
     def _add_kept(self, holds: Sequence[Held]) -> pulp.LpVariable | None:
@@ -155,8 +155,8 @@ class HeldCounts:
             return None
         name = f"{_name(holds[0])}_{len(holds)}"
         both = self._model.add_variable(name, 0, len(holds))
-        self._model += pulp_runner.row([(both, 1.0), *keeping]) <= 0
-        self._model += pulp_runner.row([(both, 1.0), *held]) <= 0
+        self._model += pulp_models.row([(both, 1.0), *keeping]) <= 0
+        self._model += pulp_models.row([(both, 1.0), *held]) <= 0
         return both
 
     @staticmethod

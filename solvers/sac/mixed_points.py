@@ -33,7 +33,7 @@ from itertools import accumulate
 import pulp
 
 from ..curves.curve import is_convex
-from ..milp import pulp_runner
+from ..milp import pulp_models
 from .problem import Hold, SacProblem, Unit
 
 _MIB = 2**20  # coefficients of (4) and (5) in MiB stay within row tolerances
@@ -66,7 +66,7 @@ class SacModel:
         *,
         units: Collection[int],
     ) -> None:
-        self.model = pulp_runner.Model("sac")
+        self.model = pulp_models.Model("sac")
         self._problem = problem
         self.units = sorted(units)
         longest = max(
@@ -83,7 +83,7 @@ class SacModel:
             for u in self.units
             for z, point in zip(self._z[u], problem.units[u].points, strict=True)
         )
-        self.model.setObjective(pulp_runner.row(times))
+        self.model.setObjective(pulp_models.row(times))
 
     def weights(self) -> list[list[float]]:
         """Weights of the points of all units of the problem, by the variables."""
@@ -105,7 +105,7 @@ class SacModel:
                 add(f"z_{u:05d}_{k:03d}", 0, 1) for k in range(len(unit.points))
             ]
             terms = [(z, 1.0) for z in self._z[u]]
-            self.model += pulp_runner.row([*terms, (self._y[u], -1.0)]) == 0
+            self.model += pulp_models.row([*terms, (self._y[u], -1.0)]) == 0
             if u not in convex:
                 self._add_segments(u)
 
@@ -117,10 +117,10 @@ class SacModel:
             for s in range(len(points) - 1)
         ]
         total = [(w, 1.0) for w in segments]
-        self.model += pulp_runner.row([*total, (self._y[u], -1.0)]) == 0
+        self.model += pulp_models.row([*total, (self._y[u], -1.0)]) == 0
         for k, z in enumerate(points):
             around = [(w, -1.0) for w in segments[max(k - 1, 0) : k + 1]]
-            self.model += pulp_runner.row([(z, 1.0), *around]) <= 0
+            self.model += pulp_models.row([(z, 1.0), *around]) <= 0
 
     def _add_no_nesting(self) -> None:
         """Row (2)."""
@@ -129,7 +129,7 @@ class SacModel:
             chosen = tuple(u for u in path if u in self._y)
             if len(chosen) > 1 and chosen not in seen:
                 seen.add(chosen)
-                self.model += pulp_runner.row((self._y[u], 1.0) for u in chosen) <= 1
+                self.model += pulp_models.row((self._y[u], 1.0) for u in chosen) <= 1
 
     def _add_memory(self) -> None:
         """Rows (4) and (5), left out where they cannot bind."""
@@ -159,7 +159,7 @@ class SacModel:
             if freed is not None:
                 terms.append((freed, -1.0))
             spare_bytes = self._problem.budget_bytes - row.base_bytes
-            self.model += pulp_runner.row(terms) <= spare_bytes / _MIB  # (5)
+            self.model += pulp_models.row(terms) <= spare_bytes / _MIB  # (5)
 
     def _add_link(
         self, before: pulp.LpVariable | None, terms: _Terms, position: int
@@ -168,7 +168,7 @@ class SacModel:
         links = [(freed, -1.0), *terms]
         if before is not None:
             links.append((before, 1.0))
-        self.model += pulp_runner.row(links) == 0
+        self.model += pulp_models.row(links) == 0
         return freed
 
     def _working(self) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
@@ -214,7 +214,7 @@ class SacModel:
                 taken = [
                     (self._y[v], -1.0) for v in self._problem.ancestry(u) if v in ends
                 ]
-                self.model += pulp_runner.row([(held, 1.0), *taken, *freeing]) >= -1
+                self.model += pulp_models.row([(held, 1.0), *taken, *freeing]) >= -1
             events[start].append((held, -size))
             events[stop].append((held, size))
 
@@ -233,8 +233,8 @@ class SacModel:
                 continue
             both = self.model.add_variable(f"k_{index:05d}_{start:06d}", 0, 1)
             taken = [(self._y[u], -1.0) for u in ends]
-            self.model += pulp_runner.row([(both, 1.0), *keeping]) <= 0
-            self.model += pulp_runner.row([(both, 1.0), *taken]) <= 0
+            self.model += pulp_models.row([(both, 1.0), *keeping]) <= 0
+            self.model += pulp_models.row([(both, 1.0), *taken]) <= 0
             events[start].append((both, size))
             events[stop].append((both, -size))
 
@@ -252,10 +252,10 @@ class SacModel:
                     v for v in self._problem.ancestry(u) if ends.get(v, -1) >= end
                 ]
                 taken = [(self._y[v], -1.0) for v in nested]
-                self.model += pulp_runner.row([(held, 1.0), *taken]) >= 0
+                self.model += pulp_models.row([(held, 1.0), *taken]) >= 0
             events[end].append((held, size))
             if later is not None:
-                self.model += pulp_runner.row([(held, 1.0), (later, -1.0)]) >= 0
+                self.model += pulp_models.row([(held, 1.0), (later, -1.0)]) >= 0
                 events[end].append((later, -size))
             later = held
         if later is not None:

@@ -14,7 +14,7 @@ from time import perf_counter
 
 import numpy as np
 
-from ..milp import pulp_runner
+from ..milp import highs_runner, pulp_runner
 from ..milp.solution import Backend, Termination
 from .classes import classify, spread
 from .counts import CountModel
@@ -29,7 +29,7 @@ NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 _NEW_ROWS = 3  # at a time: every row splits classes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `pulp_runner.run`: a second or two
-# Where the gap is wide (`pulp_runner.WIDE_GAP`) a MILP may do so many times that work,
+# Where the gap is wide (`highs_runner.WIDE_GAP`) a MILP may do so many times that work,
 _MORE_IF_WIDE = 2.5
 _MORE_ROUNDS_IF_WIDE = 1.5  # and all of them so many times
 _COARSER = 4.0  # and segments of points are so many times coarser if it has
@@ -238,7 +238,7 @@ class RowSearch:
 
     def _left(self) -> int:
         """Work that may still be done: more of it where the gap is wide."""
-        is_wide = self._best - self.bound > pulp_runner.WIDE_GAP * self._best
+        is_wide = self._best - self.bound > highs_runner.WIDE_GAP * self._best
         more = _MORE_ROUNDS_IF_WIDE if is_wide or not self._has_best else 1.0
         return int(more * self._most_work) - self.work
 
@@ -254,7 +254,7 @@ class RowSearch:
         """Whether a wide gap closes sooner in a MILP of coarser segments."""
         if self._ends is not None or not self._has_best:
             return False
-        if self._best - self.bound <= pulp_runner.WIDE_GAP * self._best:
+        if self._best - self.bound <= highs_runner.WIDE_GAP * self._best:
             return False
         return model.num_integers() > _MANY_INTEGERS
 

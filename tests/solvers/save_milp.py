@@ -19,7 +19,7 @@ from autosac.solvers.curves.knapsack import (
     recompute_ms,
     rerun_closure,
 )
-from autosac.solvers.milp import pulp_runner
+from autosac.solvers.milp import pulp_models, pulp_runner
 from autosac.solvers.milp.solution import Backend, Termination
 from tests.solvers.save_solutions import SaveSolution, saved_bytes
 
@@ -64,10 +64,10 @@ class _Model:
         self._scale = math.ldexp(1.0, exponent)
         self._add_variables()
         self._add_dependencies()
-        self._time = pulp_runner.row(
+        self._time = pulp_models.row(
             (e, problem.runtime_ms[g] * self._scale) for g, e in self._rerun.items()
         )
-        self._bytes = pulp_runner.row(
+        self._bytes = pulp_models.row(
             (s, problem.saved_bytes[g] / self._unit) for g, s in self._saved.items()
         )
         self._capacity_row: pulp.LpConstraint | None = None
@@ -128,11 +128,11 @@ class _Model:
         """Rows (2) and (3)."""
         for g in self._groups:
             if g in self._problem.needed:
-                self._model += pulp_runner.row(self._available(g)) >= 1
+                self._model += pulp_models.row(self._available(g)) >= 1
             if g in self._rerun:
                 for h in set(self._problem.inputs[g]):
                     terms = [*self._available(h), (self._rerun[g], -1.0)]
-                    self._model += pulp_runner.row(terms) >= 0
+                    self._model += pulp_models.row(terms) >= 0
 
     def _available(self, g: int) -> list[tuple[pulp.LpVariable, float]]:
         kinds = (self._saved, self._rerun)
@@ -145,7 +145,7 @@ class _Model:
         problem = self._problem
         if not objective and self._saved:
             # PuLP's dummy for an objective without terms breaks CBC's next run.
-            objective = pulp_runner.row([(next(iter(self._saved.values())), 0.0)])
+            objective = pulp_models.row([(next(iter(self._saved.values())), 0.0)])
         self._model.setObjective(objective.copy())
         if self._time_row is not None:
             limit = self._most if math.isinf(limit_ms) else limit_ms * self._scale

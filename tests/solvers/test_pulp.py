@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pulp
 import pytest
 
-from autosac.solvers.milp import pulp_runner
+from autosac.solvers.milp import cbc_runner, highs_runner, pulp_models, pulp_runner
 from autosac.solvers.milp.solution import Termination
 
 both = pytest.mark.parametrize("backend", ["highs", "cbc"])
@@ -17,8 +17,8 @@ def cover(least, *, cat=pulp.LpBinary, num_items=3):
     """Pick items of cost 1, 2, 3, ... until `least` of them are picked."""
     model = pulp.LpProblem("cover", pulp.LpMinimize)
     items = [model.add_variable(f"x{i:03d}", 0, 1, cat) for i in range(num_items)]
-    model.setObjective(pulp_runner.row((x, i + 1.0) for i, x in enumerate(items)))
-    model += pulp_runner.row((x, 1.0) for x in items) >= least
+    model.setObjective(pulp_models.row((x, i + 1.0) for i, x in enumerate(items)))
+    model += pulp_models.row((x, 1.0) for x in items) >= least
     return model
 
 
@@ -31,13 +31,13 @@ def market_split(*, elastic):
     model = pulp.LpProblem("market", pulp.LpMinimize)
     items = [model.add_variable(f"x{i:03d}", 0, 1, pulp.LpBinary) for i in range(40)]
     missed = [(model.add_variable(f"missed{r}", 0), 1.0) for r in range(10)]
-    model.setObjective(pulp_runner.row([*missed, (items[0], 1.0)]))
+    model.setObjective(pulp_models.row([*missed, (items[0], 1.0)]))
     for r in range(5):
         weights = [draw.randrange(100) for _ in items]
         terms = list(zip(items, map(float, weights), strict=True))
         if elastic:
             terms += [(missed[2 * r][0], 1.0), (missed[2 * r + 1][0], -1.0)]
-        model += pulp_runner.row(terms) == sum(weights) // 2
+        model += pulp_models.row(terms) == sum(weights) // 2
     return model
 
 
@@ -171,9 +171,9 @@ def test_a_jump_finds_an_incumbent_and_is_over_long_before_the_optimum_is_proven
     draw = random.Random(0)
     model = pulp.LpProblem("words", pulp.LpMinimize)
     items = [model.add_variable(f"x{i:03d}", 0, 1, pulp.LpBinary) for i in range(60)]
-    model.setObjective(pulp_runner.row((x, draw.uniform(1, 9)) for x in items))
+    model.setObjective(pulp_models.row((x, draw.uniform(1, 9)) for x in items))
     for _ in range(60):
-        model += pulp_runner.row((x, 1.0) for x in draw.sample(items, 8)) >= 2
+        model += pulp_models.row((x, 1.0) for x in draw.sample(items, 8)) >= 2
 
     jumped = pulp_runner.run(model, jump=0)  # which checks the rows of an incumbent
     jumped_to = pulp.value(model.objective)
@@ -212,7 +212,7 @@ def test_the_relaxation_ignores_that_variables_are_whole(backend):
 
 def test_a_relaxation_goes_on_with_rows_and_variables_that_came_since():
     # x + y >= 1.5 by fractions; z is cheaper than y, but x + z <= 1 leaves y half.
-    model = pulp_runner.Model("more")
+    model = pulp_models.Model("more")
     x, y = (model.add_variable(name, 0, 1, pulp.LpBinary) for name in "xy")
     model += x + 2 * y
     model += x + y >= 1.5
@@ -246,7 +246,7 @@ def test_numbers_that_break_a_row_are_no_incumbent(monkeypatch):
             variable.varValue = 0.0
         return claimed, 0.0, 1
 
-    monkeypatch.setattr(pulp_runner, "_run_highs", lying)
+    monkeypatch.setattr(pulp_runner, "run_highs", lying)
 
     claimed = Termination.FEASIBLE
     assert pulp_runner.run(cover(2)).termination is Termination.NO_INCUMBENT
@@ -258,7 +258,7 @@ def test_numbers_that_break_a_row_are_no_incumbent(monkeypatch):
 @pytest.mark.parametrize("number", [float("inf"), 1e16])
 def test_a_model_of_infinite_or_huge_numbers_is_refused(number):
     model = cover(1)
-    model += pulp_runner.row([(model.variables()[0], number)]) <= 1
+    model += pulp_models.row([(model.variables()[0], number)]) <= 1
 
     with pytest.raises(ArithmeticError, match="'cover'"):
         pulp_runner.run(model)
@@ -283,7 +283,7 @@ def test_a_limit_on_work_ends_a_solve_at_the_same_place_each_time(backend):
 def test_a_solve_far_from_its_bound_may_do_more_work():
     work = []
     for more, wide_gap in ((1.0, 0.0), (2.0, 0.0), (2.0, math.inf)):
-        with patch.object(pulp_runner, "WIDE_GAP", wide_gap):
+        with patch.object(highs_runner, "WIDE_GAP", wide_gap):
             outcome = pulp_runner.run(
                 market_split(elastic=True), work_limit=40_000, more_if_wide=more
             )
@@ -308,7 +308,7 @@ def test_looks_at_the_root_count_as_many_as_one_says():
 
 
 def test_a_missing_cbc_names_the_remedy(monkeypatch):
-    monkeypatch.setattr(pulp_runner.shutil, "which", lambda _: None)
+    monkeypatch.setattr(cbc_runner.shutil, "which", lambda _: None)
 
     with pytest.raises(FileNotFoundError, match="search path"):
         pulp_runner.run(cover(2), backend="cbc")
@@ -316,7 +316,7 @@ def test_a_missing_cbc_names_the_remedy(monkeypatch):
 
 def test_a_solve_prints_nothing():
     script = (
-        "from autosac.solvers.milp import pulp_runner\n"
+        "from autosac.solvers.milp import cbc_runner, pulp_models, pulp_runner\n"
         "from tests.solvers.test_pulp import cover\n"
         "assert pulp_runner.run(cover(1)).bound == 1.0"
     )
