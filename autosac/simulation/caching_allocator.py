@@ -55,15 +55,16 @@ class _Pool:
     Attributes:
         is_small: Which kind.
         page_bytes: Size of the pages of its expandable segment.
-        free: Size and address of every free block, ascending.
-        unmapped: Addresses of what an expandable segment has not reserved, ascending.
+        free: Size, address and record of every free block, ascending.
+        unmapped: Address and record of what an expandable segment has not reserved,
+            ascending.
         requests: How often a free block was looked for: the clock of ages.
     """
 
     is_small: bool
     page_bytes: int
-    free: list[tuple[int, int]] = field(default_factory=list)
-    unmapped: list[int] = field(default_factory=list)
+    free: list[tuple[int, int, _Block]] = field(default_factory=list)
+    unmapped: list[tuple[int, _Block]] = field(default_factory=list)
     requests: int = 0
 
 
@@ -112,7 +113,7 @@ class CachingAllocator:
     peak_reserved_bytes: int = 0
     _small: _Pool = field(default_factory=lambda: _Pool(True, _SMALL_SEGMENT_BYTES))
     _large: _Pool = field(default_factory=lambda: _Pool(False, _LARGE_SEGMENT_BYTES))
-    _blocks: dict[int, _Block] = field(default_factory=dict)
+    _in_use: dict[int, _Block] = field(default_factory=dict)  # by address
     _next_address: int = 0
     _expands: bool = False
     _most_split_bytes: int | None = None
@@ -134,21 +135,22 @@ class CachingAllocator:
         Raises:
             OutOfMemory: A new segment would exceed the capacity.
         """
-        size = rounded_up(num_bytes, _MIN_BLOCK_BYTES)
+        size = -(-num_bytes // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
         pool = self._small if size <= _SMALL_BYTES else self._large
         pool.requests += 1
-        place = bisect_left(pool.free, (size, 0))
-        if place < len(pool.free) and (self._expands or self._most_split_bytes):
+        free = pool.free
+        place = bisect_left(free, (size,))
+        if place < len(free) and (self._expands or self._most_split_bytes):
             place = self._place_by_settings(pool, size, place)
-        if place < len(pool.free):
-            _, address = pool.free.pop(place)
-            block = self._blocks[address]
-        else:
-            block = self._grow(pool, size)
+        block = free.pop(place)[2] if place < len(free) else self._grow(pool, size)
         block.is_free = False
-        self._split(block, size)
+        rest = block.size - size
+        if rest and self._is_split(pool, size, rest):
+            self._insert_alone(self._cut(block, size))
+        self._in_use[block.address] = block
         self.allocated_bytes += block.size
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        if self.allocated_bytes > self.peak_allocated_bytes:
+            self.peak_allocated_bytes = self.allocated_bytes
         return block.address
 
     def free(self, address: int) -> None:
@@ -157,8 +159,8 @@ class CachingAllocator:
         Raises:
             ValueError: No block in use has this address.
         """
-        block = self._blocks.get(address)
-        if block is None or block.is_free or not block.is_mapped:
+        block = self._in_use.pop(address, None)
+        if block is None:
             raise ValueError(f"No block in use has the address {address}.")
         self.allocated_bytes -= block.size
         self._insert(block)
@@ -166,30 +168,28 @@ class CachingAllocator:
     def release(self) -> None:
         """Give back all that is wholly free, as ``empty_cache`` does."""
         for pool in (self._large, self._small):
-            for _, address in tuple(pool.free):
-                block = self._blocks[address]
+            for _, _, block in tuple(pool.free):
                 if self._expands:
                     self._unmap(block)
                 elif block.is_segment:
                     self._give_back(block)
 
     def block_size(self, address: int) -> int:
-        """Size of the block at an address."""
-        return self._blocks[address].size
+        """Size of the block in use at an address."""
+        return self._in_use[address].size
 
     def blocks_in_use(self) -> list[tuple[int, int]]:
         """Address and size of every block in use, ascending."""
-        used = [b for b in self._blocks.values() if b.is_mapped and not b.is_free]
-        return sorted((b.address, b.size) for b in used)
+        return sorted((b.address, b.size) for b in self._in_use.values())
 
     # --- free blocks ------------------------------------------------------------------
 
     def _place_by_settings(self, pool: _Pool, size: int, place: int) -> int:
         """Which free block to take; as many as there are for none."""
         if self._expands:
-            while place + 1 < len(pool.free) and self._expanded(
-                pool.free[place + 1][1]
-            ) < self._expanded(pool.free[place][1]):
+            while place + 1 < len(pool.free) and _expanded(
+                pool.free[place + 1][2]
+            ) < _expanded(pool.free[place][2]):
                 place += 1
         most, free_size = self._most_split_bytes, pool.free[place][0]
         if most is not None:
@@ -198,13 +198,6 @@ class CachingAllocator:
             if size >= most and free_size >= size + _LARGE_SEGMENT_BYTES:
                 return len(pool.free)
         return place
-
-    def _expanded(self, address: int) -> int:
-        """Size of a free block with the pages after it that are not reserved yet."""
-        block = self._blocks[address]
-        after = block.after
-        grows = after is not None and not after.is_mapped
-        return block.size + (after.size if grows and after is not None else 0)
 
     def _insert(self, block: _Block) -> None:
         """Make a block free, as one with its free neighbours."""
@@ -218,34 +211,24 @@ class CachingAllocator:
             self._absorb(block, after)
         block.is_free = True
         block.freed_at = block.pool.requests
-        insort(block.pool.free, (block.size, block.address))
+        insort(block.pool.free, (block.size, block.address, block))
 
-    def _split(self, block: _Block, size: int) -> None:
-        """Keep so many bytes of a block and free the rest, if that is worth it."""
-        rest = block.size - size
-        if block.pool.is_small or self._expands:
-            if rest < _MIN_BLOCK_BYTES:
-                return
-        elif rest <= _SMALL_BYTES or (
-            self._most_split_bytes is not None and size >= self._most_split_bytes
-        ):
-            return
-        other = self._cut(block, size)
-        other.is_free = True
-        other.freed_at = block.pool.requests
-        insort(block.pool.free, (rest, other.address))
+    def _is_split(self, pool: _Pool, size: int, rest: int) -> bool:
+        """Whether what is left of a block beyond a request becomes one of its own."""
+        if pool.is_small or self._expands:
+            return rest >= _MIN_BLOCK_BYTES
+        most = self._most_split_bytes
+        return rest > _SMALL_BYTES and (most is None or size < most)
 
     def _cut(self, block: _Block, size: int) -> _Block:
         """Cut a block in two; returns what is behind so many bytes."""
-        address = block.address + size
+        after, rest = block.after, block.size - size
         other = _Block(
-            address, block.size - size, block.pool, before=block, after=block.after
+            block.address + size, rest, block.pool, False, block.is_mapped, block, after
         )
-        other.is_mapped = block.is_mapped
-        if block.after is not None:
-            block.after.before = other
+        if after is not None:
+            after.before = other
         block.after, block.size = other, size
-        self._blocks[address] = other
         return other
 
     def _forget(self, block: _Block) -> None:
@@ -259,7 +242,6 @@ class CachingAllocator:
         block.after = after.after
         if after.after is not None:
             after.after.before = block
-        del self._blocks[after.address]
 
     # --- segments ---------------------------------------------------------------------
 
@@ -279,7 +261,6 @@ class CachingAllocator:
         if self._expands:
             return self._expand(pool, size)
         block = _Block(self._next_address, segment, pool)
-        self._blocks[block.address] = block
         self._next_address += segment
         self._add_reserved(segment)
         return block
@@ -291,7 +272,6 @@ class CachingAllocator:
     def _give_back(self, block: _Block) -> None:
         """Give back a segment that is one free block."""
         self._forget(block)
-        del self._blocks[block.address]
         self.reserved_bytes -= block.size
 
     def _release_oversized(self, pool: _Pool, size: int) -> None:
@@ -306,11 +286,11 @@ class CachingAllocator:
         wanted = max(size, most)
         place = bisect_left(pool.free, (wanted, 0))
         if place < len(pool.free):
-            self._give_back(self._blocks[pool.free[place][1]])
+            self._give_back(pool.free[place][2])
             return
         released = 0
         while released < wanted and pool.free and pool.free[-1][0] >= most:
-            block = self._blocks[pool.free[-1][1]]
+            block = pool.free[-1][2]
             released += block.size
             self._give_back(block)
 
@@ -323,7 +303,7 @@ class CachingAllocator:
         if threshold is None or limit is None or self._expands:
             return
         excess = self.reserved_bytes - int(threshold * limit)
-        blocks = [self._blocks[address] for _, address in self._large.free]
+        blocks = (block for _, _, block in self._large.free)
         ages = {b: self._large.requests - b.freed_at for b in blocks if b.is_segment}
         while excess > 0 and ages:
             mean = sum(ages.values()) / len(ages)
@@ -339,8 +319,7 @@ class CachingAllocator:
         if not pool.unmapped:
             address = 0 if not pool.is_small else _WITHOUT_END
             whole = _Block(address, _WITHOUT_END, pool, is_mapped=False)
-            self._blocks[address] = whole
-            pool.unmapped.append(address)
+            pool.unmapped.append((address, whole))
         block = next(b for b in self._starts(pool) if _room(b) >= size)
         if not block.is_mapped:
             block = self._map(block, min(block.size, size))
@@ -353,8 +332,7 @@ class CachingAllocator:
     def _starts(self, pool: _Pool) -> list[_Block]:
         """Where pages can be added, by address: free blocks before them come along."""
         starts = []
-        for address in pool.unmapped:
-            block = self._blocks[address]
+        for _, block in pool.unmapped:
             before = block.before
             is_free = before is not None and before.is_free
             starts.append(before if is_free and before is not None else block)
@@ -363,9 +341,10 @@ class CachingAllocator:
     def _map(self, block: _Block, size: int) -> _Block:
         """Reserve the first pages of a block; returns the free block they belong to."""
         pool, size = block.pool, rounded_up(size, block.pool.page_bytes)
-        pool.unmapped.remove(block.address)
+        pool.unmapped.remove((block.address, block))
         if size < block.size:
-            insort(pool.unmapped, self._cut(block, size).address)
+            rest = self._cut(block, size)
+            insort(pool.unmapped, (rest.address, rest))
         block.is_mapped = True
         self._add_reserved(size)
         before = block.before
@@ -390,18 +369,27 @@ class CachingAllocator:
             self._insert_alone(self._cut(pages, end - pages.address))
         pages.is_mapped = False
         self.reserved_bytes -= end - start
-        insort(pool.unmapped, pages.address)
+        insort(pool.unmapped, (pages.address, pages))
         before, after = pages.before, pages.after
         if after is not None and not after.is_mapped:
-            pool.unmapped.remove(after.address)
+            pool.unmapped.remove((after.address, after))
             self._absorb(pages, after)
         if before is not None and not before.is_mapped:
-            pool.unmapped.remove(pages.address)
+            pool.unmapped.remove((pages.address, pages))
             self._absorb(before, pages)
 
     def _insert_alone(self, block: _Block) -> None:
+        """Make a block free whose neighbours are not."""
         block.is_free = True
-        insort(block.pool.free, (block.size, block.address))
+        block.freed_at = block.pool.requests
+        insort(block.pool.free, (block.size, block.address, block))
+
+
+def _expanded(block: _Block) -> int:
+    """Size of a free block with the pages after it that are not reserved yet."""
+    after = block.after
+    grows = after is not None and not after.is_mapped
+    return block.size + (after.size if grows and after is not None else 0)
 
 
 def _room(block: _Block) -> int:
