@@ -82,6 +82,7 @@ class _Search:
         self._budget = budget_bytes
         self._live: Ints = table.live(table.weights(choice)).astype(np.int64)
         self._allowed = np.isin(table.owner, np.array(sorted(units), dtype=np.int64))
+        self._rows: dict[int, Ints] = {}  # of peaks: few positions, again and again
 
     def repair(self) -> bool:
         """Cheapest relief at the peak, until the peak is within the budget."""
@@ -125,7 +126,7 @@ class _Search:
                 self._move(u, None, without)
                 continue
             # What does not relieve the worst position need not be tried.
-            row = self._table.row(worst)[self._table.first[u] + cheaper]
+            row = self._table.own_row(u, worst)[cheaper]
             cheaper = cheaper[without[worst] + row <= self._budget]
             for k in cheaper[np.argsort(own[cheaper])].tolist():
                 changed = self._live + self._change(u, k)
@@ -146,7 +147,9 @@ class _Search:
     ) -> int | None:
         """Column that lowers a position at the least time per byte."""
         table = self._table
-        row = table.row(position)
+        if position not in self._rows:
+            self._rows[position] = table.row(position)
+        row = self._rows[position]
         used = np.array([u for u, k in enumerate(self.choice) if k is not None], int)
         columns = [table.first[u] + (self.choice[u] or 0) for u in used.tolist()]
         of_unit = np.zeros(len(self.choice), dtype=np.int64)

@@ -97,6 +97,16 @@ class Table:
             added[self.first[u] : self.first[u + 1]] += extras
         return added
 
+    def own_row(self, u: int, position: int) -> Ints:
+        """What each column of one unit adds there."""
+        added = -self.freed[self.first[u] : self.first[u + 1]]
+        if not self.froms[u] <= position < self.untils[u]:
+            added[:] = 0
+        for v, _, extras in self._workers(position):
+            if v == u:
+                added += extras
+        return added
+
     def role(self, position: int) -> Ints:
         """Equal numbers for units of one shape that have equal entries in a row."""
         covers = (self.froms <= position) & (position < self.untils)

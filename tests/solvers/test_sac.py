@@ -757,3 +757,12 @@ def test_a_repair_takes_a_move_that_did_not_help_before_another_one():
     table = Table(problem(first, second, third, base=(150, 60), budget=100))
     nothing = np.zeros(3)  # of which the first one alone makes it worse
     assert round_and_repair(table, 100 * MIB, range(3), nothing) == [0, 0, 0]
+
+
+@given(sac_problems())
+def test_what_one_unit_adds_is_its_part_of_a_row(problem):
+    table = Table(problem)
+    for position in range(len(problem.base_bytes)):
+        row = table.row(position)
+        parts = [table.own_row(u, position) for u in range(len(problem.units))]
+        assert np.concatenate([*parts, row[:0]]).tolist() == row.tolist()
