@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from autosac import _compat
@@ -219,6 +220,26 @@ def unwrapped(
     if kind:
         return held.trigger_wait(), None
     return tensor, None
+
+
+def group_of(name: str) -> dist.ProcessGroup:
+    """The group that PyTorch has given a name."""
+    resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]
+    group: dist.ProcessGroup = resolve(name)
+    return group
+
+
+def sharding_mesh(mesh: DeviceMesh, inner: str) -> DeviceMesh:
+    """Replicas, and "shard" together with another dimension, without new tensors.
+
+    Args:
+        mesh: With dimensions "replicate" or not, "shard", and that one.
+        inner: Its name.
+    """
+    both = mesh["shard", inner]._flatten(f"shard_{inner}")
+    if "replicate" not in (mesh.mesh_dim_names or ()):
+        return both
+    return DeviceMesh._concatenate([mesh["replicate"], both])
 
 
 @contextlib.contextmanager

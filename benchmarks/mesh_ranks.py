@@ -1,13 +1,13 @@
-"""Ranks of FSDP2 x tensor parallelism that really run: caps, peaks, gradients.
+"""Ranks of FSDP2 with tensor or context parallelism that really run, and their peaks.
 
     python -m benchmarks.mesh_ranks [--models LLAMA,GPT] [--output DIR]
 
 `plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards or 2 replicas x
 tp=2), with and without parts of the sequence between blocks, one of them with a loss of
-divided logits as well, each under two caps: near the least peak and in the middle
-between that and the fastest plan's. Every rank is a
-process that gloo connects (`rank_server`); those of a tensor-parallel group get one
-batch. What it holds is counted by `allocator_shim.c` on all threads, to the byte; it
+divided logits as well, and with parts of the sequence all the time (cp=2), each under
+two caps: near the least peak and in the middle between that and the fastest plan's.
+Every rank is a process that gloo connects (`rank_server`); two of them get one batch.
+What it holds is counted by `allocator_shim.c` on all threads, to the byte; it
 takes a C compiler. oneDNN is switched off: it keeps memory between steps that no plan
 knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
@@ -39,7 +39,7 @@ from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.plans import ParallelPlan
 from autosac.profiles.profile import Profile
-from autosac.step.training_step import finish_step, micro_step, normalize_inputs
+from autosac.step.training_step import finish_step, micro_step
 from benchmarks import allocator_shim, rank_server
 from benchmarks.kept_promises import (
     KINDS,
@@ -55,7 +55,8 @@ from benchmarks.kept_promises import (
 from benchmarks.models.workload import labelled
 from benchmarks.ranks import Recipe, reference
 
-MESHES = ((2, 1), (4, 2), (4, 1))  # ranks, and over how many of them FSDP2 shards
+MESHES = ((2, 1), (4, 2), (4, 1))  # ranks, and over how many pairs of them FSDP2 shards
+CONTEXT = "context"  # the kind whose ranks have parts of the sequence
 _VOCABULARY, _LENGTH, _BATCH, _WIDTH = 1024, 64, 4, 96
 
 
@@ -111,9 +112,12 @@ class GPT(nn.Module):
         self.lm_head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
         self.lm_head.weight = self.wte.weight
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.wte(tokens) + self.wpe(positions)
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.wte(tokens) + self.wpe(position_ids)
         for block in self.h:
             x = block(x)
         logits: torch.Tensor = self.lm_head(self.ln_f(x))
@@ -159,7 +163,7 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence" or `LOSS`.
+        kind: "tensor", "sequence", `LOSS` or `CONTEXT`.
         plan: What was planned.
     """
 
@@ -184,15 +188,16 @@ class RankResult:
 
 
 def planned(name: str, num_ranks: int, degree: int) -> Iterator[Planned]:
-    """Plans of a model for so many ranks, two of which share slices.
+    """Plans of a model for so many ranks, two of which see one batch.
 
     Args:
         name: Of the recipe.
         num_ranks: Of all.
-        degree: Ranks over which FSDP2 shards.
+        degree: Pairs of ranks over which FSDP2 shards.
     """
     profile = autosac.calibrate(RECIPES[name].profile())
-    for kind in (*KINDS, LOSS) if name == "LLAMA" else KINDS:
+    losses = (LOSS,) if name == "LLAMA" else ()
+    for kind in (*KINDS, *losses, CONTEXT):
         make_plan = partial(_plan, profile, num_ranks, degree, kind)
         for plan in under_caps(make_plan):
             yield Planned(model=name, kind=kind, plan=plan)
@@ -202,13 +207,15 @@ def _plan(
     profile: Profile, num_ranks: int, degree: int, kind: str, cap: int
 ) -> ParallelPlan:
     links = cluster_spec(LINKS, num_gpus=num_ranks)
+    if kind == CONTEXT:  # whose ranks FSDP2 shards over as well
+        division: dict[str, Any] = {"mesh": {"cp": 2}, "degrees": [2 * degree]}
+    else:
+        division = {"mesh": {"tp": 2}, "degrees": [degree], **divided_by(kind)}
     return autosac.plan_parallel(
         profile,
         cluster=replace(links, device=device_spec("cpu")),
         memory_budget=cap,
-        degrees=[degree],
-        mesh={"tp": 2},
-        **divided_by(kind),
+        **division,
     )
 
 
@@ -234,7 +241,10 @@ def _outcome(
 ) -> Outcome:
     plan = cell.plan
     dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
-    pairs = [(own.loss, losses[rank // 2]) for rank, own in enumerate(results)]
+    own = [result.loss for result in results]
+    if cell.kind == CONTEXT:  # each has that of its part
+        own = [(own[i] + own[i + 1]) / 2 for i in range(0, len(own), 2) for _ in "ab"]
+    pairs = [(loss, losses[rank // 2]) for rank, loss in enumerate(own)]
     return Outcome(
         label={
             "model": cell.model,
@@ -258,14 +268,14 @@ def _run(cell: Planned) -> RankResult:
     recipe, plan = RECIPES[cell.model], cell.plan
     gc.collect()
     dist.barrier()  # which leaves something behind
+    mesh = plan.make_mesh("cpu")  # which is no part of a step: a number a rank
     before_bytes = allocator_shim.live_bytes()
-    mesh = plan.make_mesh("cpu")
     model = recipe.model()
     plan.apply(model, mesh)
     make = recipe.make_optimizer
     assert make is not None
     optimizer = make(model.parameters())
-    args, kwargs = normalize_inputs(recipe.inputs(dist.get_rank() // 2))
+    args, kwargs = plan.part_of(recipe.inputs(dist.get_rank() // 2), mesh)
     peaks = []
     for number in range(NUM_STEPS):
         gc.collect()
@@ -310,7 +320,7 @@ def main() -> int:
             for cell in planned(name, num_ranks, degree)
         ]
         rows += run_ranks(cells, num_ranks)
-    title = "Ranks of FSDP2 x tensor parallelism"
+    title = "Ranks of FSDP2 x tensor or context parallelism"
     return write_table(options.output / "mesh_ranks.md", title, rows)
 
 

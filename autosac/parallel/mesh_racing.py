@@ -1,8 +1,8 @@
-"""Ways to divide a model among ranks of a node, planned one after the other.
+"""Ways to divide a model or a sequence among ranks, planned one after the other.
 
-Ranks of one tensor-parallel group lie in one node and see one batch together, so that a
-step of theirs trains on as many times fewer batches. Plans are compared by the time of
-a batch on one GPU.
+Ranks of one tensor-parallel group lie in one node and see one batch together, like
+those of one context-parallel group, so that a step of theirs trains on as many times
+fewer batches. Plans are compared by the time of a batch on one GPU.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from torch.distributed import is_initialized
 
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.context_parallel import ContextParallel
 from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import TensorParallel, check, expanded
 from autosac.quantities import format_bytes, format_ms
 
+Division = TensorParallel | ContextParallel
 TpPlan = Mapping[str, str] | Literal["tensor", "sequence"] | None
 
 
 class MeshPlan(Protocol):
-    """A plan of a step whose ranks share slices of tensors."""
+    """A plan of a step whose ranks share slices of tensors, or a sequence."""
 
     @property
     def step_ms(self) -> float:
         """Time of the step."""
 
     @property
-    def tensor(self) -> TensorParallel:
-        """How tensors are divided."""
+    def division(self) -> Division:
+        """How they do."""
 
 
 _Plan = TypeVar("_Plan", bound=MeshPlan)
@@ -44,12 +46,12 @@ class Lost(Generic[_Plan]):
     """A division that was not taken.
 
     Attributes:
-        tensor: The division.
+        division: Which.
         reason: Why it lost.
         plan: Its plan, None if there is none.
     """
 
-    tensor: TensorParallel
+    division: Division
     reason: str
     plan: _Plan | None = None
 
@@ -135,16 +137,18 @@ class MeshRace(Generic[_Plan]):
         slower: Divisions that their bounds rule out, with these.
         misfits: Divisions that do not fit, with why.
         refused: Divisions that cannot be, with why.
+        bounded: Divisions that take part, with their bounds.
     """
 
-    planned: Callable[[TensorParallel], _Plan]
-    least_ms: Callable[[TensorParallel], float] = lambda _: 0.0
+    planned: Callable[[Any], _Plan]
+    least_ms: Callable[[Any], float] = lambda _: 0.0
     best: _Plan | None = None
-    least: tuple[InfeasibleBudgetError, TensorParallel] | None = None
+    least: tuple[InfeasibleBudgetError, Division] | None = None
     others: list[_Plan] = field(default_factory=list)
-    slower: list[tuple[float, TensorParallel]] = field(default_factory=list)
+    slower: list[tuple[float, Division]] = field(default_factory=list)
     misfits: list[Lost[_Plan]] = field(default_factory=list)
-    refused: list[tuple[TensorParallel, Exception]] = field(default_factory=list)
+    refused: list[tuple[Division, Exception]] = field(default_factory=list)
+    bounded: list[tuple[float, Division]] = field(default_factory=list)
 
     def run(
         self,
@@ -153,7 +157,7 @@ class MeshRace(Generic[_Plan]):
         tp_plan: TpPlan,
         loss_parallel: bool,
     ) -> None:
-        """Plan all divisions of a model.
+        """Plan all divisions of a model's tensors.
 
         Args:
             model: Undivided.
@@ -165,7 +169,6 @@ class MeshRace(Generic[_Plan]):
             ArgumentError: The process is a rank already.
         """
         check_no_group(degrees)
-        bounded: list[tuple[float, TensorParallel]] = []
         for degree in degrees:
             try:
                 tensors = divisions(model, degree, tp_plan, loss_parallel)
@@ -173,34 +176,42 @@ class MeshRace(Generic[_Plan]):
                 self.refused.append((TensorParallel(degree=degree), error))
                 continue
             for tensor in tensors:
-                try:
-                    bounded.append((self.least_ms(tensor), tensor))
-                except (AutosacError, ValueError) as error:
-                    self.refused.append((tensor, error))
-        for least_ms, tensor in sorted(bounded, key=itemgetter(0)):
-            self._enter(tensor, least_ms)
+                self.add(tensor)
+        self.finish()
 
-    def _enter(self, tensor: TensorParallel, least_ms: float) -> None:
+    def add(self, division: Division) -> None:
+        """Let one more division take part."""
+        try:
+            self.bounded.append((self.least_ms(division), division))
+        except (AutosacError, ValueError) as error:
+            self.refused.append((division, error))
+
+    def finish(self) -> None:
+        """Plan the divisions that were added."""
+        for least_ms, division in sorted(self.bounded, key=itemgetter(0)):
+            self._enter(division, least_ms)
+
+    def _enter(self, division: Division, least_ms: float) -> None:
         """Plan one more division, and compare it with the best so far.
 
         Args:
-            tensor: The division.
+            division: Which.
             least_ms: Its batches take no less, so that it may be lost before.
         """
         if self.best is not None and least_ms >= batch_ms(self.best):
-            self.slower.append((least_ms, tensor))
+            self.slower.append((least_ms, division))
             return
         try:
-            plan = self.planned(tensor)
+            plan = self.planned(division)
         except InfeasibleBudgetError as error:
             lowest = error.lowest_peak_bytes
             if self.least is None or lowest < self.least[0].lowest_peak_bytes:
-                self.least = error, tensor
+                self.least = error, division
             why = f"its least peak is {format_bytes(lowest)}"
-            self.misfits.append(Lost(tensor, why))
+            self.misfits.append(Lost(division, why))
             return
         except (AutosacError, ValueError) as error:
-            self.refused.append((tensor, error))
+            self.refused.append((division, error))
             return
         if self.best is None:
             self.best = plan
@@ -216,21 +227,21 @@ class MeshRace(Generic[_Plan]):
         best_ms = batch_ms(self.best)
         return [
             *(
-                Lost(other.tensor, _dearer(other, best_ms), other)
+                Lost(other.division, _dearer(other, best_ms), other)
                 for other in self.others
             ),
             *(
-                Lost(tensor, _dearer_at_least(least_ms, tensor, best_ms))
-                for least_ms, tensor in self.slower
+                Lost(division, _dearer_at_least(least_ms, division, best_ms))
+                for least_ms, division in self.slower
             ),
             *self.misfits,
-            *(Lost(tensor, str(error)) for tensor, error in self.refused),
+            *(Lost(division, str(error)) for division, error in self.refused),
         ]
 
 
 def batch_ms(plan: MeshPlan) -> float:
     """Time of one batch on one GPU."""
-    return plan.step_ms * plan.tensor.degree
+    return plan.step_ms * plan.division.degree
 
 
 def _dearer(plan: MeshPlan, best_ms: float) -> str:
@@ -238,8 +249,8 @@ def _dearer(plan: MeshPlan, best_ms: float) -> str:
     return f"a batch takes {more:.1%} more: {format_ms(plan.step_ms)} a step"
 
 
-def _dearer_at_least(least_ms: float, tensor: TensorParallel, best_ms: float) -> str:
-    more, step_ms = least_ms / best_ms - 1, least_ms / tensor.degree
+def _dearer_at_least(least_ms: float, division: Division, best_ms: float) -> str:
+    more, step_ms = least_ms / best_ms - 1, least_ms / division.degree
     return f"a batch takes {more:.1%} more at least: {format_ms(step_ms)} a step"
 
 

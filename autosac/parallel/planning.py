@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.context_parallel import METHODS, Method
 from autosac.parallel.formulating import Setting
 from autosac.parallel.mesh_racing import TpPlan
-from autosac.parallel.meshes import cheapest_mesh, read_mesh
+from autosac.parallel.meshes import cheapest_mesh, cheapest_parts, multiples, read_mesh
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.preparing import (
     chooser_of,
@@ -46,6 +47,7 @@ def plan_parallel(
     mesh: Mapping[str, int | None] | None = None,
     tp_plan: TpPlan = None,
     loss_parallel: bool = False,
+    cp_method: Method = "ulysses",
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
     param_dtype: str | None = None,
@@ -76,7 +78,9 @@ def plan_parallel(
         degrees: Sharding degrees to look at; None for all that fit the cluster.
         mesh: ``{"tp": n}``: besides, n ranks of a node share slices of tensors and see
             one batch together; ``{"tp": None}`` tries all that divide a node. None for
-            none.
+            none. ``{"cp": n}``: n ranks have a part each of the sequence of one batch,
+            the second dimension of `inputs`; None tries all that fit the cluster. Not
+            both.
         tp_plan: Which: styles of modules by FQN or pattern (`tp_styles`); "tensor" or
             "sequence" (each rank has a part of the sequence between blocks) to find
             them, from the model's own plan if it is one of Transformers, else by
@@ -84,6 +88,8 @@ def plan_parallel(
         loss_parallel: The head's logits stay divided over the vocabulary among ranks
             that share slices, and the loss is computed on these: train under
             `torch.distributed.tensor.parallel.loss_parallel`.
+        cp_method: How attention sees the whole sequence: "ulysses", by all-to-alls of
+            heads, or "ring", which is predicted and cannot be applied.
         ac_units: The only modules that may be AC units: names, patterns such as
             ``"blocks.*"``, or classes; None for all that can be.
         fsdp_units: The modules that are FSDP units besides the model itself, likewise;
@@ -113,13 +119,18 @@ def plan_parallel(
         ValueError: An argument does not fit the cluster, or cannot be read; or FSDP2
             does not take `fsdp_units`.
         UnsupportedError: The memory of such a step under FSDP2 is not modelled.
-        ArgumentError: Tensors cannot be divided so; names the module.
+        ArgumentError: Tensors or sequences cannot be divided so; names the module.
     """
     spec = cluster_of(cluster, num_gpus)
     numbers: list[int | None] = [None]
     if segments is not None:
         numbers = list(range(1, read_segments(segments) + 1))
-    tp_degrees = read_mesh(mesh, tp_plan, loss_parallel, spec)
+    tp_degrees, cp_degrees = read_mesh(mesh, tp_plan, loss_parallel, spec)
+    if cp_method not in METHODS:
+        raise ArgumentError(
+            f"`cp_method` must be one of {', '.join(map(repr, METHODS))}, got"
+            f" {cp_method!r}."
+        )
     profile = profile_for(spec, model, inputs, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     how = SolveOptions(
@@ -132,22 +143,29 @@ def plan_parallel(
     if host_budget is not None:
         host_bytes = parse_bytes(host_budget, name="host_budget")
 
-    def fastest(profile: Profile, spec: ClusterSpec, budget_bytes: int) -> ParallelPlan:
+    def fastest(
+        profile: Profile, spec: ClusterSpec, budget_bytes: int, multiple: int
+    ) -> ParallelPlan:
+        shards = multiples(degrees, multiple, spec)
         profile, own = with_given_units(profile, setting, ac_units, fsdp_units)
         if offload == "auto":
             try:
-                return fastest_of(profile, own, spec, budget_bytes)
+                return fastest_of(profile, own, spec, budget_bytes, shards)
             except InfeasibleBudgetError:
                 if not profile.may_offload:
                     raise
         if offload:
             check_far_memory(profile)
             own = replace(own, link=spec.link, host_bytes=host_bytes)
-        plan = fastest_of(profile, own, spec, budget_bytes)
+        plan = fastest_of(profile, own, spec, budget_bytes, shards)
         return replace(plan, offload_dir=directory)
 
     def fastest_of(
-        profile: Profile, own: Setting, spec: ClusterSpec, budget_bytes: int
+        profile: Profile,
+        own: Setting,
+        spec: ClusterSpec,
+        budget_bytes: int,
+        shards: Sequence[int] | None,
     ) -> ParallelPlan:
         plans: list[ParallelPlan] = []
         for number in numbers:
@@ -155,7 +173,7 @@ def plan_parallel(
             try:
                 plans.append(
                     make_parallel_plan(
-                        chooser, spec, budget_bytes, degrees=degrees, options=how
+                        chooser, spec, budget_bytes, degrees=shards, options=how
                     )
                 )
             except InfeasibleBudgetError:
@@ -163,8 +181,12 @@ def plan_parallel(
                     raise
         return min(plans, key=lambda plan: plan.step_ms)
 
+    if cp_degrees != (1,):
+        return cheapest_parts(
+            profile, spec, budget_bytes, cp_degrees, cp_method, setting, fastest
+        )
     if tp_degrees == (1,):
-        return fastest(profile, spec, budget_bytes)
+        return fastest(profile, spec, budget_bytes, 1)
     return cheapest_mesh(
         profile,
         spec,

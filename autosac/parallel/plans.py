@@ -13,8 +13,12 @@ from torch.distributed import get_world_size, is_initialized
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from autosac._compat_distributed import sharding_mesh
 from autosac.checkpointing import installing
 from autosac.parallel import fsdp_applying
+from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
+from autosac.parallel.mesh_racing import Division
+from autosac.parallel.sequence_parts import Inputs, part_of
 from autosac.parallel.sharding import FsdpUnit, Sharding
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.planning.plans import LARGE_GAP, check_model
@@ -22,6 +26,7 @@ from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
+from autosac.step.training_step import normalize_inputs
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 from autosac.units.policies import OpPolicy, op_policy_of
 
@@ -38,6 +43,7 @@ class Alternative:
         reason: Why it lost.
         tp_degree: Ranks that share slices of tensors,
         sequence_parallel: and each have a part of the sequence between blocks.
+        cp_degree: Ranks that have a part each of the sequence all the time.
         step_ms: Predicted time of its best step, None if it was not worked out.
         peak_bytes: Peak of a rank in that step.
     """
@@ -47,6 +53,7 @@ class Alternative:
     reason: str
     tp_degree: int = 1
     sequence_parallel: bool = False
+    cp_degree: int = 1
     step_ms: float | None = None
     peak_bytes: int | None = None
 
@@ -55,12 +62,14 @@ class Alternative:
         if self.tp_degree > 1:
             kind = " and sequence" if self.sequence_parallel else ""
             words.append(f"tensor{kind} parallelism over {self.tp_degree} ranks")
+        if self.cp_degree > 1:
+            words.append(f"the sequence in parts for {self.cp_degree} ranks")
         if self.shard_degree:
             words.append(
                 f"sharded {self.shard_degree} times with {self.replicate_degree}"
                 " replicas"
             )
-        return ", ".join(words)
+        return ", ".join(words) or "each rank has its own batch"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -93,7 +102,9 @@ class ParallelPlan(Summarized):
         model: Fingerprint of the model the plan is for.
         torch_version: PyTorch that the model was traced with.
         tensor: How tensors are divided among ranks that see the same batch.
-        exchange_ms: What of `compute_ms` these ranks spend on collectives.
+        context: How ranks that see the same batch share its sequence.
+        exchange_ms: What of `compute_ms` ranks spend on collectives among those that
+            share tensors or sequences.
         offloaded_bytes: What a rank has in far memory, added up over the step,
         exposed_copies_ms: what of `recompute_ms` it waits for copies,
         offload_dir: and directory of the CPU's far memory; None for the system's
@@ -120,6 +131,7 @@ class ParallelPlan(Summarized):
     model: Fingerprint
     torch_version: str
     tensor: TensorParallel = WHOLE
+    context: ContextParallel = WHOLE_SEQUENCE
     exchange_ms: float = 0.0
     offloaded_bytes: int = 0
     exposed_copies_ms: float = 0.0
@@ -127,15 +139,29 @@ class ParallelPlan(Summarized):
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """Ranks by dimension of the mesh: replicas if there are, shards, tensors."""
-        tp = self.tensor.degree
-        return (*self.sharding.mesh_shape, *((tp,) if tp > 1 else ()))
+        """Ranks by dimension of the mesh: replicas if there are, shards, the others.
+
+        Ranks that have parts of a sequence are shards as well: FSDP2 shards over both
+        dimensions together.
+        """
+        degree = self.division.degree
+        if degree == 1:
+            return self.sharding.mesh_shape
+        *replicas, shards = self.sharding.mesh_shape
+        return (*replicas, shards // self.context.degree, degree)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
-        """Names of these: ``"replicate"``, ``"shard"`` and ``"tp"``."""
+        """Names of these: ``"replicate"``, ``"shard"``, and ``"tp"`` or ``"cp"``."""
         names = self.sharding.mesh_dim_names
+        if self.context.degree > 1:
+            return (*names, "cp")
         return (*names, "tp") if self.tensor.degree > 1 else names
+
+    @property
+    def division(self) -> Division:
+        """How ranks see one batch together."""
+        return self.context if self.context.degree > 1 else self.tensor
 
     @property
     def num_gpus(self) -> int:
@@ -161,9 +187,9 @@ class ParallelPlan(Summarized):
     def batches_per_s(self) -> float:
         """Throughput of all GPUs in batches, of which each GPU has one a step.
 
-        GPUs that share slices of tensors have one together.
+        GPUs that share slices of tensors, or a sequence, have one together.
         """
-        return 1e3 * self.num_gpus / self.tensor.degree / self.step_ms
+        return 1e3 * self.num_gpus / self.division.degree / self.step_ms
 
     @property
     def optimality_gap(self) -> float:
@@ -226,11 +252,32 @@ class ParallelPlan(Summarized):
         if self.tensor.degree > 1:
             self.tensor.apply(model, mesh["tp"])
             mesh = mesh[self.sharding.mesh_dim_names]
+        if self.context.degree > 1:
+            self.context.apply(model, mesh["cp"])
+            mesh = sharding_mesh(mesh, "cp")
         step = installing.Step(offload_dir=self.offload_dir)
         installing.install(model, self.op_policies, step)
         fsdp_applying.shard(model, self.sharding, mesh)
         fsdp_applying.reduce_always(model)
         return model
+
+    def part_of(self, inputs: Any, mesh: DeviceMesh) -> Inputs:
+        """What this rank is given of a batch: its part, with positions and labels.
+
+        Args:
+            inputs: The batch of the ranks that see it together, as for planning.
+            mesh: As `make_mesh` makes it.
+
+        Returns:
+            Arguments of the model, ``(args, kwargs)``.
+
+        Raises:
+            ArgumentError: The sequence cannot be cut evenly.
+        """
+        given = normalize_inputs(inputs)
+        if self.context.degree == 1:
+            return given
+        return part_of(given, self.context, mesh["cp"].get_local_rank())
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -250,6 +297,8 @@ class ParallelPlan(Summarized):
             sharding["units"] = tuple(FsdpUnit(**unit) for unit in sharding["units"])
             record["sharding"] = Sharding(**sharding)
             record["tensor"] = TensorParallel(**record["tensor"])
+            if "context" in record:  # older plans have none
+                record["context"] = _context(record["context"])
             record["op_policies"] = tuple(map(op_policy_of, record["op_policies"]))
             others = record["alternatives"]
             record["alternatives"] = tuple(Alternative(**other) for other in others)
@@ -294,6 +343,8 @@ class ParallelPlan(Summarized):
             facts.append(("warning", f"{gap}; {way_out}, or with a little more memory"))
         if self.tensor.degree > 1:
             facts.append(("tensors", self._tensors()))
+        if self.context.degree > 1:
+            facts.append(("sequence", self._sequence()))
         if self.offloaded_bytes:
             facts.append(("offload", self._offload()))
         facts += [("not", f"{other}: {other.reason}") for other in self.alternatives]
@@ -322,6 +373,13 @@ class ParallelPlan(Summarized):
             " collectives"
         )
 
+    def _sequence(self) -> str:
+        """How the sequence is shared, and what is waited for that."""
+        return (
+            f"{self.context}; {format_ms(self.exchange_ms)} of the compute is waiting"
+            " for each other"
+        )
+
     def _offload(self) -> str:
         """What lies in far memory, and what that takes."""
         return (
@@ -330,6 +388,11 @@ class ParallelPlan(Summarized):
             f" {format_ms(self.exposed_copies_ms)} of the recomputation is waiting for"
             " it"
         )
+
+
+def _context(record: dict[str, Any]) -> ContextParallel:
+    attentions = tuple(record.pop("attentions"))
+    return ContextParallel(attentions=attentions, **record)
 
 
 def _record(path: str | Path) -> dict[str, Any]:

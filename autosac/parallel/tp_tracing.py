@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -99,18 +99,37 @@ def divided_copy(model: _Model, tensor: TensorParallel) -> _Model:
 
 
 def _divided(traced: Profile, tensor: TensorParallel, setting: Setting) -> Profile:
-    """The step of a divided copy of the model, in a group that is there.
+    """The step of a divided copy of the model, in a group that is there."""
+    model = divided_copy(traced.step.model, tensor)
+    options: dict[str, Any] = {}
+    if tensor.divides_loss:
+        options["loss_fn"] = loss_for(tensor, traced.step.loss_fn or default_loss)
+    return traced_copy(traced, model, setting, options)
+
+
+def traced_copy(
+    traced: Profile,
+    model: torch.nn.Module,
+    setting: Setting,
+    options: Mapping[str, Any],
+    inputs: Any = None,
+) -> Profile:
+    """The step of a changed copy of its model.
 
     It is in the type of gathered parameters if that needs no trace in their own.
+
+    Args:
+        traced: The step.
+        model: The copy.
+        setting: Says in which type parameters are gathered.
+        options: Those of the profile that differ.
+        inputs: Another batch, None for the same.
     """
     step = traced.step
-    model = divided_copy(step.model, tensor)
     # A plain function: what else is called is copied with all that it knows.
     make = None if step.optimizer is None else lambda own: _optimizer(step, own)
-    options: dict[str, Any] = {"optimizer": make}
-    if tensor.divides_loss:
-        options["loss_fn"] = loss_for(tensor, step.loss_fn or default_loss)
-    own = partial(traced_again, traced, model=model, options=options)
+    options = {"optimizer": make, **options}
+    own = partial(traced_again, traced, model=model, inputs=inputs, options=options)
     dtype = gathered_dtype(setting)
     if dtype is None or traced.calibrated:
         return own()

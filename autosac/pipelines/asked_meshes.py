@@ -291,10 +291,12 @@ def _ranks(tensor: TensorParallel) -> AbstractContextManager[None]:
 
 def _lost(lost: Lost[PipelinePlan]) -> str:
     """A mesh that was not taken, and why."""
-    if lost.tensor.degree == 1:
+    tensor = lost.division
+    assert isinstance(tensor, TensorParallel)
+    if tensor.degree == 1:
         return f"tp=1: {lost.reason}"
-    kind = "sequence" if lost.tensor.cuts_sequences else "tensor"
-    return f"tp={lost.tensor.degree}, {kind}: {lost.reason}"
+    kind = "sequence" if tensor.cuts_sequences else "tensor"
+    return f"tp={tensor.degree}, {kind}: {lost.reason}"
 
 
 def _read_mesh(

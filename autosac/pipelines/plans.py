@@ -122,6 +122,11 @@ class PipelinePlan(Summarized):
     step_kwargs: ClassVar[dict[str, bool]] = {"return_outputs": False}
 
     @property
+    def division(self) -> TensorParallel:
+        """How ranks share tensors, as `MeshRace` compares plans."""
+        return self.tensor
+
+    @property
     def num_ranks(self) -> int:
         """Ranks that take part."""
         return math.prod(self.mesh_shape)

@@ -17,11 +17,20 @@ an all-gather or an all-reduce, and before a reduce-scatter. A ring that crosses
 enters each of them by the links of all g ranks: its bandwidth is
 min(intra, g * inter), or inter if g = 1.
 
+Two more, of which `bytes` is what one rank sends or keeps:
+
+    exchange     base + (g - 1) intra_latency + (n - g) inter_latency
+                 + bytes max((g - 1) / (n intra), (n - g) / (n inter))            (2)
+    shift        base + latency + bytes / bandwidth of the slowest link           (3)
+
+An exchange (all-to-all) goes in n - 1 pairwise steps, and links of both levels carry
+at the same time; in a shift each rank sends everything to the next one.
+
 Source:
     Thakur, Rabenseifner and Gropp, Optimization of collective communication operations
-    in MPICH (2005), for steps and bytes of rings; NCCL src/graph/tuning.cc for the
-    steps of rings over nodes and for the all-reduce tree and its 0.92; nccl-tests
-    doc/PERFORMANCE.md for the factors ("busbw").
+    in MPICH (2005), for steps and bytes of rings and of pairwise exchange; NCCL
+    src/graph/tuning.cc for the steps of rings over nodes and for the all-reduce tree
+    and its 0.92; nccl-tests doc/PERFORMANCE.md for the factors ("busbw").
 """
 
 from __future__ import annotations
@@ -134,6 +143,39 @@ def tree(fabric: Fabric, group: Group) -> AffineCost:
     g, m = group.ranks_per_node, group.num_nodes
     levels = (m - 1).bit_length()  # log2 m, rounded up
     return _cost(fabric, group, 2 * (g - 1), 2 * levels, 2.0 / _TREE_EFFICIENCY)
+
+
+def exchange(fabric: Fabric, group: Group) -> AffineCost:
+    """Formula (2): every rank has a part for every rank; one rank costs nothing."""
+    g, n = group.ranks_per_node, group.size
+    if n == 1:
+        return FREE
+    return AffineCost(
+        latency_ms=fabric.base_latency_ms
+        + (g - 1) * fabric.intra_latency_ms
+        + (n - g) * fabric.inter_latency_ms,
+        ms_per_byte=max(
+            1e3 * (g - 1) / n / fabric.intra_bandwidth_bytes_per_s,
+            1e3 * (n - g) / n / fabric.inter_bandwidth_bytes_per_s,
+        ),
+    )
+
+
+def shift(fabric: Fabric, group: Group) -> AffineCost:
+    """Formula (3): every rank sends to the next one; one rank costs nothing."""
+    if group.size == 1:
+        return FREE
+    latencies, bandwidths = [], []
+    if group.ranks_per_node > 1:
+        latencies.append(fabric.intra_latency_ms)
+        bandwidths.append(fabric.intra_bandwidth_bytes_per_s)
+    if group.num_nodes > 1:
+        latencies.append(fabric.inter_latency_ms)
+        bandwidths.append(fabric.inter_bandwidth_bytes_per_s)
+    return AffineCost(
+        latency_ms=fabric.base_latency_ms + max(latencies),
+        ms_per_byte=1e3 / min(bandwidths),
+    )
 
 
 def fastest(

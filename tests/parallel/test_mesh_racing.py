@@ -26,7 +26,7 @@ def mlp():
 @dataclass(frozen=True)
 class Planned:
     step_ms: float
-    tensor: TensorParallel
+    division: TensorParallel
 
 
 # Time of a batch with 1, 2, 4 and 8 ranks a group, and what a bound lacks of it.
@@ -54,8 +54,8 @@ def test_the_cheapest_batch_wins_whatever_the_bounds(times):
     assert batch_ms(race.best) == best_ms
     # What was not planned could not win, and the reason says what it takes at least.
     for lost in race.lost():
-        own_ms, lacks_ms = by_degree[lost.tensor.degree]
-        if lost.tensor.degree not in planned:
+        own_ms, lacks_ms = by_degree[lost.division.degree]
+        if lost.division.degree not in planned:
             assert own_ms - lacks_ms >= best_ms
             more = (own_ms - lacks_ms) / best_ms - 1
             assert f"{more:.1%} more at least" in lost.reason

@@ -1,0 +1,205 @@
+"""The step of one rank of a context-parallel group, traced without the others.
+
+The model is copied, given the part of the batch that a rank has, and traced in a group
+whose collectives do nothing: ops, bytes and collectives are those of the rank. Under
+Ulysses all ranks do the same; of a ring, the first and the last rank are traced, as
+ranks between them do some of what either does, and the one that holds more counts.
+
+Collectives run beside compute, one after the other, and who reads a result waits for
+it: an all-to-all of Ulysses is read at once, what a ring sends after attention to the
+part before. They run by the links of the group: inside a node, or between nodes too.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from torch.distributed.device_mesh import init_device_mesh
+
+from autosac._compat_distributed import fake_group, is_collective
+from autosac.errors import UnsupportedError
+from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.context_parallel import (
+    WHOLE_SEQUENCE,
+    ContextParallel,
+    Method,
+)
+from autosac.parallel.formulating import Setting
+from autosac.parallel.fsdp_memory import GLOO_THREADS
+from autosac.parallel.preparing import in_gathered_type
+from autosac.parallel.ring_attention import RingMode
+from autosac.parallel.sequence_mixing import check_tokens_apart
+from autosac.parallel.sequence_parts import part_of, positions_of, shifts_labels
+from autosac.parallel.tp_tracing import traced_copy
+from autosac.profiles.profile import Profile
+from autosac.solvers.fsdp.collectives import exchange, shift
+from autosac.step.tape import Op, Tape
+from autosac.tracing.copying import AnyCopies
+
+_ATTENTION = "_scaled_dot_product"
+
+
+def context_of(traced: Profile, degree: int, method: Method) -> ContextParallel:
+    """How the ranks of a group share the sequence of a step.
+
+    Raises:
+        UnsupportedError: They cannot.
+    """
+    step = traced.step
+    if degree == 1:
+        return WHOLE_SEQUENCE
+    return ContextParallel(
+        degree=degree,
+        method=method,
+        attentions=_attentions(traced.tape),
+        positions=positions_of(step.model),
+        shifts_labels=shifts_labels(step.model, step.kwargs),
+    )
+
+
+def _attentions(tape: Tape) -> tuple[str, ...]:
+    """FQNs of modules whose forward runs a kernel of attention."""
+    fqns = {
+        tape.modules[op.module].fqn: None
+        for op in tape.ops
+        if _ATTENTION in op.name and op.phase == "forward"
+    }
+    if not fqns:
+        raise UnsupportedError(
+            "The step runs no fused kernel of attention, and context parallelism is for"
+            " `torch.nn.functional.scaled_dot_product_attention`: call it (models of"
+            " Transformers do with attn_implementation='sdpa'), or plan without 'cp'."
+        )
+    if "" in fqns:
+        raise UnsupportedError(
+            "The model's own forward calls attention: make that a module of its own,"
+            " or plan without 'cp'."
+        )
+    return tuple(fqns)
+
+
+def rank_profile(
+    traced: Profile, context: ContextParallel, cluster: ClusterSpec, setting: Setting
+) -> Profile:
+    """The step of a rank that has a part of the sequence; the profile keeps it.
+
+    Args:
+        traced: The step of the whole sequence, which is not changed.
+        context: How ranks share it.
+        cluster: Its links time the collectives.
+        setting: Says in which type parameters are gathered.
+
+    Raises:
+        ArgumentError: The sequence or the heads cannot be divided so.
+        UnsupportedError: Tokens meet elsewhere than in attention.
+        TraceError: The step of a rank cannot be traced.
+    """
+    key: Hashable = (
+        "part",
+        context,
+        cluster.fabric,
+        cluster.gpus_per_node,
+        setting.param_dtype,
+    )
+    if key not in traced.parallel:
+        last = context.degree - 1
+        places = (0, last) if context.method == "ring" else (0,)
+        ranks = [_traced(traced, context, place, setting) for place in places]
+        check_tokens_apart(traced.tape, ranks[0].tape, context.degree)
+        most = max(ranks, key=lambda rank: rank.baseline_peak_bytes)
+        traced.parallel[key] = priced(most, context, cluster)
+    profile: Profile = traced.parallel[key]
+    return profile
+
+
+def _traced(
+    traced: Profile, context: ContextParallel, place: int, setting: Setting
+) -> Profile:
+    """The step of the rank at a place of its group."""
+    step = traced.step
+    inputs = part_of((step.args, step.kwargs), context, place)
+    with fake_group(context.degree, place):
+        mesh = init_device_mesh("cpu", (context.degree,))
+
+        with AnyCopies():
+            model = copy.deepcopy(step.model)
+        if context.method == "ring":
+            name = mesh.get_group().group_name
+            gpu = None if traced.device.type == "cpu" else traced.device
+            context.install(model, RingMode(name, gpu))
+        else:
+            context.apply(model, mesh)
+        rank = traced_copy(traced, model, setting, {}, inputs)
+        return in_gathered_type(rank, setting)
+
+
+# --- time ---------------------------------------------------------------------
+
+
+def priced(profile: Profile, context: ContextParallel, cluster: ClusterSpec) -> Profile:
+    """The profile with what is waited for of each collective as its time.
+
+    Args:
+        profile: The step of a rank.
+        context: How ranks share the sequence.
+        cluster: Its links time the collectives.
+    """
+    kind = shift if context.method == "ring" else exchange
+    cost = kind(cluster.fabric, cluster.shard_group(context.degree))
+    ops, op_ms = profile.tape.ops, list(profile.op_ms)
+    for i in _collectives(profile.tape):
+        op_ms[i] = cost.ms(_sent_bytes(ops[i]))
+    for i, exposed_ms in waits_ms(ops, op_ms).items():
+        op_ms[i] = exposed_ms
+    return replace(profile, costs=replace(profile.costs, op_ms=tuple(op_ms)))
+
+
+def waits_ms(ops: Sequence[Op], op_ms: Sequence[float]) -> dict[int, float]:
+    """What is waited for of each collective of a step, by its place.
+
+    Args:
+        ops: Of a rank, in order.
+        op_ms: Their times alone.
+    """
+    now_ms = link_ms = 0.0
+    waits: dict[int, float] = {}
+    running: dict[int, int] = {}  # storage that arrives -> place of the collective
+    arrival_ms: dict[int, float] = {}
+    for i, op in enumerate(ops):
+        for storage in op.reads:
+            place = running.pop(storage, None)
+            if place is not None:
+                waits[place] = max(0.0, arrival_ms[place] - now_ms)
+                now_ms += waits[place]
+        if is_collective(op.name):
+            link_ms = arrival_ms[i] = max(now_ms, link_ms) + op_ms[i]
+            running.update(dict.fromkeys(op.creates, i))
+            waits[i] = 0.0
+        else:
+            now_ms += op_ms[i]
+    return waits
+
+
+def _collectives(tape: Tape) -> list[int]:
+    """Places of the collectives of a group: only those of attention are on the tape."""
+    return [i for i, op in enumerate(tape.ops) if is_collective(op.name)]
+
+
+def _sent_bytes(op: Op) -> int:
+    """What a rank sends or keeps: `moved_bytes` are those of argument and result."""
+    return op.moved_bytes // 2
+
+
+def exchange_ms(profile: Profile) -> float:
+    """What a step of a rank waits for the others of its group."""
+    return sum(profile.op_ms[i] for i in _collectives(profile.tape))
+
+
+def late_bytes(profile: Profile) -> int:
+    """What slow threads of gloo may still hold of what the ranks have exchanged."""
+    if profile.device.type != "cpu":
+        return 0
+    ops = [profile.tape.ops[i] for i in _collectives(profile.tape)]
+    return GLOO_THREADS * max((op.moved_bytes for op in ops), default=0)

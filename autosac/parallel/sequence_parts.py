@@ -1,0 +1,125 @@
+"""The part of a batch that a rank of context parallelism has.
+
+Every tensor of two dimensions or more is cut along its second one, the sequence; others
+are the same for all ranks. Where the tokens are goes with them (`position_ids`), and so
+does, for causal language models of Transformers, what each token is to be followed by:
+the last label of a part is of the next one. These divide the sum of their losses by the
+number of labels that count in all parts over the degree, so that the mean over ranks is
+that of the whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from autosac.errors import ArgumentError, UnsupportedError
+from autosac.parallel.context_parallel import ContextParallel
+
+_POSITIONS = ("position_ids", "positions")
+_IGNORED = (
+    -100
+)  # label that no loss counts: `ignore_index` of torch.nn.CrossEntropyLoss
+_SEQUENCE = 1  # dimension
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def positions_of(model: nn.Module) -> str:
+    """Argument of a model's forward that says where tokens are.
+
+    Raises:
+        UnsupportedError: There is none.
+    """
+    parameters = inspect.signature(type(model).forward).parameters
+    for name in _POSITIONS:
+        if name in parameters:
+            return name
+    raise UnsupportedError(
+        f"The forward of {type(model).__name__} has no argument `position_ids`, and a"
+        " rank of context parallelism has a part of the sequence: let it take the"
+        " positions of its tokens, of shape (1, tokens), and count none itself; or plan"
+        " without 'cp'."
+    )
+
+
+def shifts_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a model of Transformers compares its output with the next labels.
+
+    Raises:
+        UnsupportedError: It has a loss of another kind.
+    """
+    if kwargs.get("labels") is None or not hasattr(model, "loss_function"):
+        return False
+    kind = getattr(model, "loss_type", None)
+    if kind not in ("ForCausalLM", None):  # None stands for that as well
+        raise UnsupportedError(
+            f"{type(model).__name__} has a loss of kind {kind!r}, whose mean over parts"
+            " is not that of the whole: pass no `labels`, and a `loss_fn` of its"
+            " outputs; or plan without 'cp'."
+        )
+    return True
+
+
+def part_of(inputs: Inputs, context: ContextParallel, index: int) -> Inputs:
+    """What a rank is given.
+
+    Args:
+        inputs: Arguments of the model for the whole sequence.
+        context: How many parts there are, and what goes with them.
+        index: Of the rank in its group.
+
+    Raises:
+        ArgumentError: The sequence cannot be cut evenly, or not everything has one.
+        UnsupportedError: There is a mask.
+    """
+    args, kwargs = inputs[0], dict(inputs[1])
+    if kwargs.get("attention_mask") is not None:
+        raise UnsupportedError(
+            "`attention_mask` cannot be cut into parts: leave it out (labels of -100"
+            " are not counted, and causal attention does not look at what follows), or"
+            " plan without 'cp'."
+        )
+    length, device = _length(args, kwargs)
+    degree = context.degree
+    if length % degree:
+        raise ArgumentError(
+            f"A sequence of {length} cannot be divided by cp={degree}: pad it to a"
+            " multiple."
+        )
+    if kwargs.get(context.positions) is None:
+        # Values count: models look for packed sequences in them.
+        where = "cpu" if device.type == "meta" else device
+        kwargs[context.positions] = torch.arange(length, device=where)[None]
+    if context.shifts_labels:
+        labels = kwargs["labels"]
+        following = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
+        kwargs["shift_labels"] = following
+        kwargs["num_items_in_batch"] = (following != _IGNORED).sum() / degree
+    size = length // degree
+
+    def cut(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return value
+        return value.narrow(_SEQUENCE, index * size, size).contiguous()
+
+    return tree_map(cut, args), tree_map(cut, kwargs)
+
+
+def _length(args: Any, kwargs: Any) -> tuple[int, torch.device]:
+    """Of the sequence, and where it lies."""
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 1]
+    lengths = {tensor.shape[_SEQUENCE] for tensor in tensors}
+    if len(lengths) != 1:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ArgumentError(
+            "Context parallelism cuts inputs along their second dimension, the"
+            f" sequence, which must be equally long in all: got shapes {shapes or '()'}"
+        )
+    return lengths.pop(), tensors[0].device
