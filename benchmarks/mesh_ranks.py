@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -187,17 +187,20 @@ class RankResult:
     gradients: dict[str, torch.Tensor]
 
 
-def planned(name: str, num_ranks: int, degree: int) -> Iterator[Planned]:
+def planned(
+    name: str, num_ranks: int, degree: int, kinds: Sequence[str] = ()
+) -> Iterator[Planned]:
     """Plans of a model for so many ranks, two of which see one batch.
 
     Args:
         name: Of the recipe.
         num_ranks: Of all.
         degree: Pairs of ranks over which FSDP2 shards.
+        kinds: Which, if not all.
     """
     profile = autosac.calibrate(RECIPES[name].profile())
     losses = (LOSS,) if name == "LLAMA" else ()
-    for kind in (*KINDS, *losses, CONTEXT):
+    for kind in kinds or (*KINDS, *losses, CONTEXT):
         make_plan = partial(_plan, profile, num_ranks, degree, kind)
         for plan in under_caps(make_plan):
             yield Planned(model=name, kind=kind, plan=plan)

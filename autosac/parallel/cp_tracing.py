@@ -19,7 +19,7 @@ from dataclasses import replace
 from torch.distributed.device_mesh import init_device_mesh
 
 from autosac._compat_distributed import fake_group, is_collective
-from autosac.errors import UnsupportedError
+from autosac.errors import TraceError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import (
     WHOLE_SEQUENCE,
@@ -106,15 +106,16 @@ def rank_profile(
     if key not in traced.parallel:
         last = context.degree - 1
         places = (0, last) if context.method == "ring" else (0,)
-        ranks = [_traced(traced, context, place, setting) for place in places]
+        ranks = [traced_at(traced, context, place, setting) for place in places]
         check_tokens_apart(traced.tape, ranks[0].tape, context.degree)
+        _check_exchanged(traced.tape, ranks[0].tape, context)
         most = max(ranks, key=lambda rank: rank.baseline_peak_bytes)
         traced.parallel[key] = priced(most, context, cluster)
     profile: Profile = traced.parallel[key]
     return profile
 
 
-def _traced(
+def traced_at(
     traced: Profile, context: ContextParallel, place: int, setting: Setting
 ) -> Profile:
     """The step of the rank at a place of its group."""
@@ -131,8 +132,33 @@ def _traced(
             context.install(model, RingMode(name, gpu))
         else:
             context.apply(model, mesh)
-        rank = traced_copy(traced, model, setting, {}, inputs)
+        try:
+            rank = traced_copy(traced, model, setting, {}, inputs)
+        except TraceError as error:
+            raise TraceError(
+                f"{error} This is the step of a rank of context parallelism: the model"
+                " and `loss_fn` get a part of the sequence (targets that `loss_fn`"
+                " knows of must be cut as the output is)."
+            ) from error
         return in_gathered_type(rank, setting)
+
+
+def _check_exchanged(whole: Tape, part: Tape, context: ContextParallel) -> None:
+    """Refuse calls of attention that no mode sees, as other functions make them.
+
+    Raises:
+        UnsupportedError: There are some.
+    """
+    calls = sum(_ATTENTION in op.name for op in whole.ops if op.phase == "forward")
+    exchanges = sum(part.ops[i].phase == "forward" for i in _collectives(part))
+    # Ulysses exchanges queries, keys, values and outputs; a ring sends keys and values.
+    of_a_call = 4 if context.method == "ulysses" else context.degree - 1
+    if exchanges != calls * of_a_call:
+        raise UnsupportedError(
+            "Some of the attention is called inside another function of PyTorch, such"
+            " as by torch.nn.MultiheadAttention, where ranks cannot exchange what they"
+            " have: call `scaled_dot_product_attention` itself, or plan without 'cp'."
+        )
 
 
 # --- time ---------------------------------------------------------------------

@@ -302,7 +302,7 @@ def softplus(output):
 
 MISUSED = (
     ({"mesh": {"pp": 2}}, autosac.UnsupportedError, "plan_pipeline.*num_ranks=2"),
-    ({"mesh": {"cp": 2}}, autosac.ArgumentError, "'cp'"),
+    ({"mesh": {"ep": 2}}, autosac.ArgumentError, "'ep'"),
     ({"mesh": {"tp": 3}}, autosac.ArgumentError, "must divide the 8 GPUs"),
     ({"tp_plan": "tensor"}, autosac.ArgumentError, "asks for no tensor parallelism"),
     ({"mesh": {"tp": 2}, "tp_plan": "rows"}, autosac.ArgumentError, "'rows'"),
