@@ -61,7 +61,8 @@ Mesh = Annotated[
     str,
     typer.Option(
         metavar="DIM=N,...",
-        help="tp=N: ranks of a node share slices of tensors. pp=N: stages of a"
+        help="tp=N: ranks of a node share slices of tensors. cp=N: ranks share a"
+        " sequence. pp=N: stages of a"
         " pipeline, with fsdp=N and replicate=N for ranks of each. Without N, or with"
         " N any, all are tried.",
     ),

@@ -58,6 +58,7 @@ def parallel_record(plan: ParallelPlan) -> dict[str, Any]:
     record = {name: getattr(plan, name) for name in _PARALLEL_FIELDS}
     units = [asdict(unit) for unit in plan.sharding.units]
     record["tensor"] = asdict(plan.tensor)
+    record["context"] = asdict(plan.context)
     others = [asdict(other) for other in plan.alternatives]
     return {**record, "fsdp_units": units, "alternatives": others}
 

@@ -184,7 +184,14 @@ class _AllToAll(torch.autograd.Function):
 
 
 class AttentionMode(TorchFunctionMode):
-    """Takes the place of attention; copies of a model share it."""
+    """Takes the place of attention; copies of a model share it.
+
+    Modules whose forward calls attention may lie in each other: it acts once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._acts = False
 
     def __deepcopy__(self, memo: Any) -> AttentionMode:
         return self
@@ -192,11 +199,15 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is not ATTENTION:
+        if func is not ATTENTION or self._acts:
             return func(*args, **(kwargs or {}))
         call = Attention.of(*args, **(kwargs or {}))
         call.check()
-        return self.attend(call)
+        self._acts = True
+        try:
+            return self.attend(call)
+        finally:
+            self._acts = False
 
     def attend(self, call: Attention) -> torch.Tensor:
         """Run a call that has been checked."""

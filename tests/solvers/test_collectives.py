@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,8 +8,10 @@ from autosac.solvers.fsdp.collectives import (
     FREE,
     Fabric,
     Group,
+    exchange,
     fastest,
     ring,
+    shift,
     tree,
 )
 
@@ -45,6 +49,36 @@ def test_a_ring_over_nodes_enters_each_by_all_its_links():
     assert ring(FABRIC, one, "all_gather").ms(8e6) == 3 + 30 + 24
 
 
+def test_an_exchange_uses_links_of_both_levels_at_once():
+    one = Group(ranks_per_node=4, num_nodes=1)
+    two = Group(ranks_per_node=2, num_nodes=2)
+
+    # 3 steps, 3/4 of 8 MB at 1 MB/ms. Over nodes 2 of 3 steps are long, and half of it
+    # goes at 0.25 MB/ms while a quarter stays inside.
+    assert exchange(FABRIC, one).ms(8e6) == 3 + 3 + 6
+    assert exchange(FABRIC, two).ms(8e6) == 3 + 1 + 20 + 16
+
+
+def test_a_shift_takes_as_long_as_its_slowest_link():
+    one = Group(ranks_per_node=4, num_nodes=1)
+    two = Group(ranks_per_node=2, num_nodes=2)
+
+    assert shift(FABRIC, one).ms(8e6) == 3 + 1 + 8
+    assert shift(FABRIC, two).ms(8e6) == 3 + 10 + 32
+
+
+@given(group=groups, nbytes=sizes, factor=st.integers(1, 9))
+def test_exchanges_and_shifts_are_never_slower_by_faster_links(group, nbytes, factor):
+    faster = replace(
+        FABRIC,
+        intra_bandwidth_bytes_per_s=factor * FABRIC.intra_bandwidth_bytes_per_s,
+        inter_bandwidth_bytes_per_s=factor * FABRIC.inter_bandwidth_bytes_per_s,
+    )
+    for cost in (exchange, shift):
+        assert cost(faster, group).ms(nbytes) <= cost(FABRIC, group).ms(nbytes)
+        assert cost(FABRIC, group).ms(nbytes) <= cost(FABRIC, group).ms(nbytes + 1)
+
+
 def test_a_tree_takes_logarithmic_steps():
     group = Group(ranks_per_node=8, num_nodes=16)
 
@@ -56,6 +90,7 @@ def test_one_rank_costs_nothing(collective):
     group = Group(ranks_per_node=1, num_nodes=1)
 
     assert ring(FABRIC, group, collective) == tree(FABRIC, group) == FREE
+    assert exchange(FABRIC, group) == shift(FABRIC, group) == FREE
     assert fastest(FABRIC, group, collective, 10**9) == FREE
 
 
