@@ -10,7 +10,8 @@ any sharding; then the model is saved with torch.distributed.checkpoint and load
 a model without a plan.
 
 ``--tp 2 --budget 17MiB`` with the first command lets two neighbouring ranks share
-slices of tensors and take one batch together.
+slices of tensors and take one batch together; ``--cp 2`` gives each of them a part of
+its sequence.
 
 On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
 first, with the number of GPUs as ranks; nothing else changes.
@@ -37,16 +38,25 @@ LARGEST_DIFFERENCE = 1e-5  # of the largest element of any gradient
 STEPS = 3
 
 
-def make_model() -> torch.nn.Module:
-    """The model, the same on every rank."""
+def make_model(*, drops: bool = True) -> torch.nn.Module:
+    """The model, the same on every rank; parts of a sequence have dropout of their own.
+
+    Args:
+        drops: It has dropout.
+    """
     torch.manual_seed(0)
     return GPT(
-        num_layers=4, width=WIDTH, num_heads=4, vocabulary=VOCABULARY, length=LENGTH
+        num_layers=4,
+        width=WIDTH,
+        num_heads=4,
+        vocabulary=VOCABULARY,
+        length=LENGTH,
+        dropout=0.1 if drops else 0.0,
     ).train()
 
 
 def make_batch(number: int) -> torch.Tensor:
-    """A batch: each rank has its own, or those that share slices of tensors."""
+    """A batch: each rank has its own, or those that share tensors or a sequence."""
     generator = torch.Generator().manual_seed(1 + number)
     return torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
 
@@ -57,7 +67,7 @@ def loss_of(logits: torch.Tensor) -> torch.Tensor:
 
 
 def write_plan(
-    path: Path, ranks: int, tp: int, cluster: str | None, budget: str
+    path: Path, ranks: int, mesh: dict[str, int], cluster: str | None, budget: str
 ) -> None:
     """Plan for ranks on this machine's CPU, or for the GPUs of a cluster."""
     if cluster is None:
@@ -65,11 +75,11 @@ def write_plan(
     else:
         spec = cluster_spec(cluster)
     plan = autosac.plan_parallel(
-        make_model(),
+        make_model(drops=mesh["cp"] == 1),
         make_batch(0),
         cluster=spec,
         num_gpus=ranks,
-        mesh={"tp": tp},
+        mesh=mesh,
         memory_budget=budget,
         loss_fn=loss_of,
         optimizer=torch.optim.AdamW,
@@ -88,15 +98,17 @@ def train(path: Path, backend: str) -> None:
         torch.cuda.set_device(device)
     plan = autosac.ParallelPlan.load(path)
     mesh = plan.make_mesh(device.type)
-    model = plan.apply(make_model().to(device), mesh)
+    drops = plan.context.degree == 1
+    model = plan.apply(make_model(drops=drops).to(device), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = make_batch(rank // plan.tensor.degree).to(device)
+    batch = make_batch(rank // plan.division.degree).to(device)
+    args, kwargs = plan.part_of(batch, mesh)
     for step in range(STEPS):
         torch.manual_seed(2)  # of dropout: the same in the comparison
-        loss = loss_of(model(batch))
+        loss = loss_of(model(*args, **kwargs))
         loss.backward()
         if step == 0 and backend == "gloo":
-            compare(model, dist.get_world_size() // plan.tensor.degree)
+            compare(model, dist.get_world_size() // plan.division.degree, drops=drops)
         optimizer.step()
         optimizer.zero_grad()
         if rank == 0:
@@ -106,9 +118,9 @@ def train(path: Path, backend: str) -> None:
     dist.destroy_process_group()
 
 
-def compare(model: torch.nn.Module, num_batches: int) -> None:
+def compare(model: torch.nn.Module, num_batches: int, *, drops: bool) -> None:
     """Hold gradients against the mean of those of one process on all batches."""
-    plain = make_model()
+    plain = make_model(drops=drops)
     for number in range(num_batches):
         torch.manual_seed(2)
         (loss_of(plain(make_batch(number))) / num_batches).backward()
@@ -145,14 +157,14 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--cluster")
     parser.add_argument("--budget", default="13MiB")
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args()
     if options.plan:
-        write_plan(
-            options.path, options.ranks, options.tp, options.cluster, options.budget
-        )
+        mesh = {"cp": options.cp, "tp": options.tp}
+        write_plan(options.path, options.ranks, mesh, options.cluster, options.budget)
     else:
         train(options.path, options.backend)
 

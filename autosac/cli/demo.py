@@ -92,8 +92,13 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocabulary, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.token(tokens) + self.position[: tokens.shape[1]]
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if position_ids is None:
+            x = self.token(tokens) + self.position[: tokens.shape[1]]
+        else:
+            x = self.token(tokens) + self.position[position_ids]
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(self.norm(x))
