@@ -4,7 +4,8 @@
 
 Meshes, batches and rules of recomputation are those that torchtitan has published for
 H100 (benchmarks/llama3_h100_202412_torchtitan.md of its repository, without
-torch.compile where there are figures of both); memory and throughput are predicted for
+torch.compile where there are figures of both; docs/performance.md for context
+parallelism); memory and throughput are predicted for
 exactly these, nothing is planned.
 
 What is published is reserved memory, the most of any rank, with `expandable_segments`
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -25,10 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import nn
 from torch.nn import functional
 
 import autosac
 from autosac.devices.allocator_settings import AllocatorSettings
+from autosac.parallel import cp_tracing
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.preparing import in_gathered_type
@@ -68,6 +72,8 @@ class Published:
         per_rank: or interleaved 1F1B, if each has several stages.
         fsdp: Ranks that share parameters.
         tp: Ranks that share slices.
+        cp: Ranks that have parts of a sequence,
+        length: and its tokens.
         rows: Sequences of a micro-batch,
         micro_batches: and how many of these a step has.
         rule: What is recomputed.
@@ -82,6 +88,8 @@ class Published:
     per_rank: int = 1
     fsdp: int
     tp: int = 1
+    cp: int = 1
+    length: int = LENGTH
     rows: int
     micro_batches: int = 1
     rule: ByHand
@@ -93,7 +101,21 @@ class Published:
     @property
     def num_gpus(self) -> int:
         """Of all ranks."""
-        return self.stages * self.fsdp * self.tp
+        return self.stages * self.fsdp * self.tp * self.cp
+
+    @property
+    def rank_tokens(self) -> int:
+        """Of a step, for each GPU."""
+        rows = self.rows * self.micro_batches
+        return rows * self.length // (self.stages * self.tp * self.cp)
+
+
+_HEADS = (
+    "| model | mesh | micro-batches x sequences | recomputed or saved | GiB reserved,"
+    " published | predicted | difference | allocated, predicted | tokens/s/GPU"
+    " published | predicted | published with | CPU s |",
+    "|---|---|---|---|---|---|---|---|---|---|---|---|",
+)
 
 
 class Predicted(NamedTuple):
@@ -138,7 +160,35 @@ SETTINGS = (
 )
 
 
-def llama(name: str) -> Llama:
+_LONG = partial(
+    Published, size="8B", rows=1, rule=ALL_RECOMPUTED, note="float8, compiled"
+)
+SEQUENCES = (
+    _LONG(fsdp=8, cp=1, length=32768, gib=83.9, tokens=3890),
+    _LONG(fsdp=4, cp=2, length=65536, gib=84.2, tokens=2540),
+    _LONG(fsdp=2, cp=4, length=131072, gib=84.0, tokens=1071),
+    _LONG(fsdp=1, cp=8, length=262144, gib=84.5, tokens=548),
+)
+
+
+class Positioned(nn.Module):
+    """Llama of Transformers, tokens and their positions -> logits."""
+
+    def __init__(self, config: transformers.LlamaConfig) -> None:
+        super().__init__()
+        self.llama = transformers.LlamaForCausalLM(config)
+
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        output = self.llama(
+            input_ids=tokens, position_ids=position_ids, use_cache=False
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+
+def llama(name: str, length: int = LENGTH) -> nn.Module:
     """The model on the meta device, in 32 bits."""
     size = SIZES[name]
     config = transformers.LlamaConfig(
@@ -148,14 +198,17 @@ def llama(name: str) -> Llama:
         num_hidden_layers=size.layers,
         num_attention_heads=size.heads,
         num_key_value_heads=8,
-        max_position_embeddings=LENGTH,
+        max_position_embeddings=length,
         attn_implementation="sdpa",
     )
     with torch.device("meta"):
-        return Llama(config).train()
+        model = Llama(config) if length == LENGTH else Positioned(config)
+        return model.train()
 
 
 def _loss(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """Of all tokens, or of a part of them."""
+    target = target[:, : logits.shape[1]]
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
@@ -166,8 +219,8 @@ def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def predicted(setting: Published) -> Predicted:
     """Memory and time of a setting."""
-    model = llama(setting.size)
-    tokens = torch.zeros(setting.rows, LENGTH, dtype=torch.int64)
+    model = llama(setting.size, setting.length)
+    tokens = torch.zeros(setting.rows, setting.length, dtype=torch.int64)
     spec = cluster_spec("hgx-h100", num_gpus=setting.num_gpus)
     tensor = WHOLE
     if setting.tp > 1:
@@ -198,7 +251,7 @@ def predicted(setting: Published) -> Predicted:
     outcome = at_degree(
         ParallelFormulation(profile, _TYPES),
         replace(spec, gpus_per_node=node),
-        setting.fsdp,
+        setting.fsdp * setting.cp,
         setting.rule,
     )
     return Predicted([outcome.ledger], outcome.step_ms)
@@ -222,6 +275,9 @@ def _of_rank(
     """The step of a rank, in the type of gathered parameters."""
     if setting.tp > 1:
         return rank_profile(profile, tensor, spec, _TYPES)
+    if setting.cp > 1:
+        context = cp_tracing.context_of(profile, setting.cp, "ring")
+        return cp_tracing.rank_profile(profile, context, spec, _TYPES)
     return in_gathered_type(profile, _TYPES)
 
 
@@ -272,31 +328,35 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines, throughputs = _heading(), []
-    for setting in SETTINGS:
+    lines = [*_heading(), *_table(SETTINGS), "", *_sequences(), *_table(SEQUENCES)]
+    path = options.output / "large_meshes.md"
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _table(settings: Sequence[Published]) -> list[str]:
+    """Lines of settings, fastest by measurement first, and whether they come so."""
+    lines, throughputs = list(_HEADS), []
+    for setting in settings:
         began = time.process_time()
         own = predicted(setting)
-        tokens = setting.rows * setting.micro_batches * LENGTH
-        rate = 1e3 * tokens / own.step_ms / (setting.stages * setting.tp)
-        throughputs.append(rate)
-        line = _line(setting, own, rate, time.process_time() - began)
+        throughputs.append(1e3 * setting.rank_tokens / own.step_ms)
+        line = _line(setting, own, throughputs[-1], time.process_time() - began)
         print(line, flush=True)
         lines.append(line)
-    # Settings come in the order of what was measured, fastest first.
     pairs = list(combinations(throughputs, 2))
     in_order = sum(first > second for first, second in pairs)
-    lines += [
+    return [
+        *lines,
         "",
         f"{in_order} of {len(pairs)} pairs have the order of what was measured.",
     ]
-    path = options.output / "large_meshes.md"
-    path.write_text("\n".join(lines) + "\n")
 
 
 def _line(setting: Published, own: Predicted, rate: float, took_s: float) -> str:
     peak = max(map(reserved_bytes, own.ledgers)) / GIB
     allocated = [f"{x.timeline().peak_bytes / GIB:.1f}" for x in own.ledgers]
-    mesh = {"pp": setting.stages, "fsdp": setting.fsdp, "tp": setting.tp}
+    mesh = {"pp": setting.stages, "fsdp": setting.fsdp, "cp": setting.cp}
+    mesh["tp"] = setting.tp
     how = f", {setting.per_rank} stages a rank" * (setting.per_rank > 1)
     how += ", asynchronous" * setting.asynchronous
     cells = [
@@ -334,10 +394,17 @@ def _heading() -> list[str]:
         " allocator, with expandable segments, of which *allocated* is in use, of each"
         " rank of the pipeline.",
         "",
-        "| model | mesh | micro-batches x sequences | recomputed or saved | GiB"
-        " reserved, published | predicted | difference | allocated, predicted |"
-        " tokens/s/GPU published | predicted | published with | CPU s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+
+
+def _sequences() -> list[str]:
+    return [
+        "## Parts of sequences",
+        "",
+        "8B over 8 GPUs with context parallelism, 32,768 tokens a rank (torchtitan,"
+        " docs/performance.md, table 2). Predicted for ring attention whose parts are"
+        " sent on one by one, in bfloat16 and not compiled.",
+        "",
     ]
 
 

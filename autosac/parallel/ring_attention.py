@@ -54,7 +54,8 @@ class RingMode(AttentionMode):
                 f"PyTorch's ring attention halves the {num_tokens} tokens of a rank"
                 f" into multiples of {kernel.rows}, and cannot: pad the sequence."
             )
-        ring = _Ring(self.group_name, kernel, call)
+        options = {"dropout_p": call.dropout_p, "scale": call.rest.get("scale")}
+        ring = _Ring(self.group_name, kernel, call.is_causal, options)
         out: torch.Tensor = _RingAttention.apply(call.query, call.key, call.value, ring)
         return out
 
@@ -135,24 +136,23 @@ def _kernel(call: Attention, device: DeviceSpec | None) -> _Kernel:
 
 @dataclass(frozen=True, slots=True)
 class _Ring:
-    """One call of attention in a group."""
+    """One call of attention in a group; holds none of its tensors."""
 
     group_name: str
     kernel: _Kernel
-    call: Attention
+    is_causal: bool
+    options: Mapping[str, Any]
 
     def run(self, loop: Callable[..., Any], op: Any, *args: Any, **options: Any) -> Any:
         """Run one of PyTorch's loops."""
-        call = self.call
-        with _turning(balanced=call.is_causal):
+        with _turning(balanced=self.is_causal):
             return loop(
                 group_of(self.group_name),
                 SEQUENCE,
                 op,
                 *args,
-                is_causal=call.is_causal,
-                dropout_p=call.dropout_p,
-                scale=call.rest.get("scale"),
+                is_causal=self.is_causal,
+                **self.options,
                 **options,
             )
 

@@ -21,7 +21,7 @@ from autosac.devices.specs import device_spec
 from autosac.parallel import cp_tracing
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.context_parallel import ContextParallel, Exchange, UlyssesMode
-from autosac.parallel.formulating import Setting
+from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.ring_attention import RingMode
 from autosac.parallel.sequence_parts import part_of
 from autosac.step.training_step import finish_step, micro_step
@@ -369,6 +369,16 @@ def _attention_flops(profile):
         for op in profile.tape.ops
         if "_scaled_dot" in op.name
     )
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_what_attention_keeps_can_be_recomputed(profile, method):
+    context = cp_tracing.context_of(profile, 2, method)
+    rank = cp_tracing.rank_profile(profile, context, SPEC, Setting())
+    units = {unit.fqn: unit for unit in ParallelFormulation(rank, Setting()).units}
+    needed = [group for group in units["h.0"].groups if group.needed]
+    assert len(needed) >= 9
+    assert all(group.saved_bytes and not group.pinned for group in needed)
 
 
 def test_rings_are_predicted_and_not_applied(profile, least):
