@@ -17,14 +17,13 @@ Source: torch/distributed/tensor/experimental/_context_parallel/_attention.py, t
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.tensor.experimental._context_parallel import _attention
 
+from autosac import _compat_ring
 from autosac._compat_distributed import group_of
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import UnsupportedError
@@ -145,7 +144,7 @@ class _Ring:
 
     def run(self, loop: Callable[..., Any], op: Any, *args: Any, **options: Any) -> Any:
         """Run one of PyTorch's loops."""
-        with _turning(balanced=self.is_causal):
+        with _compat_ring.turning(balanced=self.is_causal):
             return loop(
                 group_of(self.group_name),
                 SEQUENCE,
@@ -169,7 +168,7 @@ class _RingAttention(torch.autograd.Function):
         ring: _Ring,
     ) -> torch.Tensor:
         kernel = ring.kernel
-        loop = _attention._templated_ring_attention
+        loop = _compat_ring.forward
         out, sums, *rest = ring.run(
             loop, kernel.forward, query, key, value, **kernel.options
         )
@@ -187,7 +186,7 @@ class _RingAttention(torch.autograd.Function):
         kernel = ring.kernel
         query, key, value, out, sums, *rest = ctx.saved_tensors
         parts = ring.run(
-            _attention._templated_ring_attention_backward,
+            _compat_ring.backward,
             kernel.backward,
             *(*gradients, kernel.gradient, query, key, value, out, sums),
             **dict(zip(ctx.names, rest, strict=True)),
@@ -195,30 +194,3 @@ class _RingAttention(torch.autograd.Function):
             **kernel.more,
         )
         return *parts[:3], None
-
-
-class _Held(_attention._AllToAllRotater):
-    """Keeps what is sent until it has arrived."""
-
-    def exchange_buffers(self, curr_buffer: torch.Tensor) -> None:
-        self.sent = curr_buffer
-        super().exchange_buffers(curr_buffer)
-
-    def next_buffer(self) -> torch.Tensor:
-        arrived: torch.Tensor = super().next_buffer()
-        del self.sent
-        return arrived
-
-
-@contextlib.contextmanager
-def _turning(*, balanced: bool) -> Iterator[None]:
-    """PyTorch's loops send parts on one by one."""
-    module: Any = _attention
-    options = module._cp_options
-    before = options.enable_load_balance, module._create_rotater
-    options.enable_load_balance = balanced
-    module._create_rotater = lambda group, dim, method=None: _Held(group, dim)
-    try:
-        yield
-    finally:
-        options.enable_load_balance, module._create_rotater = before
