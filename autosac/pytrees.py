@@ -39,12 +39,13 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def module_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold in containers of any depth, each once.
 
-    Not those of objects: one may be a trainer, which knows all of the data.
+    Attributes of parameters, too, such as a gradient in another type. Not those of
+    objects: one may be a trainer, which knows all of the data.
     """
     seen: dict[int, Any] = {}
     return [
         tensor
-        for part in module.modules()
+        for part in (*module.modules(), *module.parameters())
         for tensor in held_tensors(vars(part), seen, in_objects=False)
     ]
 

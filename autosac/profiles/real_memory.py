@@ -36,7 +36,7 @@ from autosac.tracing.copying import copied
 from autosac.tracing.failures import explanation
 from autosac.tracing.step import Step
 
-_MOST_OPS = 10_000  # of a step whose events are read: some seconds
+_MOST_OPS = 50_000  # of a step whose events are read: about a second
 _NEAR, _NEAR_BYTES = 0.005, 4096  # of the peak; what is nearer is not said
 _MUCH = 0.05  # of the peak: so much less is said wherever it is
 _WHY = "PyTorch does something else while a step is traced"

@@ -21,6 +21,10 @@ from autosac.tracing.closures import own_functions
 from autosac.tracing.step import Step
 
 _COPIED = frozenset({"defaults", "state", "param_groups"})  # by optimizers themselves
+_BUILT_ANEW = (
+    "Make it copyable, or pass a function that builds it, as"
+    " `optimizer=lambda parameters: torch.optim.AdamW(parameters)`."
+)
 _OPTIMIZERS = (torch.optim.Optimizer, OptimizerInBackward)
 
 
@@ -82,19 +86,15 @@ def copied(
         copies = _FakeCopies(convert)
     if not isinstance(step.optimizer, OptimizerInBackward):
         _check_hooks(step.model)
-    originals = (step.model, step.optimizer, step.args, step.kwargs)
-    try:
-        with copies:
-            model, optimizer, args, kwargs = copy.deepcopy(originals, memo)
-            if isinstance(optimizer, torch.optim.Optimizer):
-                _copy_attributes(step.optimizer, optimizer, memo)
-    except torch.OutOfMemoryError:
-        raise
-    except (TypeError, RuntimeError, AttributeError) as error:
-        raise TraceError(
-            "The model, optimizer or inputs cannot be copied for tracing:"
-            f" copy.deepcopy says {error}. Make them copyable."
-        ) from error
+    _check_slots(step.model)
+    inputs = (step.args, step.kwargs)
+    with copies:
+        model = _copy_of("model", step.model, memo, "Make it copyable.")
+        optimizer = _copy_of("optimizer", step.optimizer, memo, _BUILT_ANEW)
+        args, kwargs = _copy_of("inputs", inputs, memo, "Make them copyable.")
+        _copy_parameters_attributes(step.model, memo)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            _copy_attributes(step.optimizer, optimizer, memo)
     if optimizer is not None and not isinstance(optimizer, _OPTIMIZERS):
         with _compat_plain.fakes_of(mode):
             optimizer = _built(optimizer, model)
@@ -112,6 +112,19 @@ def copied(
     with puts_back:
         del memo  # it holds all that was copied
         yield model, optimizer, args, kwargs, loss_fn, modules
+
+
+def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any:
+    """A deep copy of a part of the step, or one sentence that names the part."""
+    try:
+        return copy.deepcopy(original, memo)
+    except torch.OutOfMemoryError:
+        raise
+    except (TypeError, RuntimeError, AttributeError) as error:
+        raise TraceError(
+            f"The {what} cannot be copied for tracing: copy.deepcopy says {error}."
+            f" {advice}"
+        ) from error
 
 
 def _conversion(
@@ -152,6 +165,18 @@ def _fake_parameters(
     return memo
 
 
+def _copy_parameters_attributes(model: torch.nn.Module, memo: dict[int, Any]) -> None:
+    """Give copied parameters what PyTorch leaves out of their copies.
+
+    These are attributes such as gradients in another type, counts and marks.
+    """
+    for parameter in model.parameters():
+        own = memo[id(parameter)]
+        for name, value in vars(parameter).items():
+            if name not in vars(own):
+                setattr(own, name, _own_value(value, memo))
+
+
 def _copy_attributes(
     original: torch.optim.Optimizer, copied: torch.optim.Optimizer, memo: dict[int, Any]
 ) -> None:
@@ -163,13 +188,18 @@ def _copy_attributes(
     for name, value in vars(original).items():
         if name in _COPIED or (callable(value) and hasattr(type(original), name)):
             continue
-        try:
-            own = copy.deepcopy(value, memo)
-        except (TypeError, RuntimeError, AttributeError):  # such as a process group
-            own = value
+        own = _own_value(value, memo)
         setattr(copied, name, own)
         if isinstance(own, torch.optim.Optimizer) and own is not value:
             _copy_attributes(value, own, memo)
+
+
+def _own_value(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy; the value itself where it has none, as a process group."""
+    try:
+        return copy.deepcopy(value, memo)
+    except (TypeError, RuntimeError, AttributeError):
+        return value
 
 
 def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:
@@ -225,3 +255,17 @@ def _check_hooks(model: torch.nn.Module) -> None:
                 "OptimizerInBackward(model.parameters(), make_optimizer)` instead;"
                 " otherwise remove it while planning."
             )
+
+
+def _check_slots(model: torch.nn.Module) -> None:
+    """Refuse modules that keep something in slots, which no copy of a module has."""
+    for fqn, module in model.named_modules():
+        for cls in type(module).__mro__:
+            slots = cls.__dict__.get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(module, name):
+                    raise TraceError(
+                        f"The module `{fqn}` ({type(module).__name__}) keeps `{name}`"
+                        " in `__slots__`, and copy.deepcopy leaves that out of a"
+                        f" module's copy: remove `__slots__` from {cls.__name__}."
+                    )

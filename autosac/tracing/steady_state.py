@@ -95,9 +95,12 @@ def _register_made(recorder: Recorder, tensor: torch.Tensor) -> None:
 def _register_attributes(
     recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module, copied: Copied
 ) -> None:
-    """Count tensors that modules keep besides, which the step may never meet."""
+    """Count what modules and parameters keep besides; the step may never meet it."""
     seen: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-    for original, copy in zip(own.modules(), model.modules(), strict=False):
+    for original, copy in [
+        *zip(own.modules(), model.modules(), strict=False),
+        *zip(own.parameters(), model.parameters(), strict=False),
+    ]:
         kept, copies = _kept_besides(original, seen[0]), _kept_besides(copy, seen[1])
         if [tensor.shape for tensor in kept] == [tensor.shape for tensor in copies]:
             for pair in zip(kept, copies, strict=True):
@@ -107,9 +110,11 @@ def _register_attributes(
                 _register_made(recorder, tensor)
 
 
-def _kept_besides(module: torch.nn.Module, seen: dict[int, Any]) -> list[torch.Tensor]:
-    """Tensors of a module that are neither parameters nor buffers; those not seen."""
-    own = vars(module)
+def _kept_besides(
+    holder: torch.nn.Module | torch.nn.Parameter, seen: dict[int, Any]
+) -> list[torch.Tensor]:
+    """Tensors in attributes that are neither parameters nor buffers; those not seen."""
+    own = vars(holder)
     kept = {name: own[name] for name in own if name not in _COUNTED}
     return held_tensors(kept, seen, in_objects=False)
 

@@ -1,0 +1,73 @@
+"""Copies for tracing have all that the user's model has, or one sentence says why."""
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.errors import TraceError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WIDTH = 32
+
+
+class Scaled(nn.Module):
+    """Reads what a trainer keeps in an attribute of its parameter."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.linear, self.reads = nn.Linear(WIDTH, WIDTH), reads
+        weight = self.linear.weight
+        weight.main_grad, weight.marks = torch.zeros_like(weight), {"calls": 0}
+
+    def forward(self, x):
+        if self.reads:
+            self.linear.weight.marks["calls"] += 1
+            self.linear.weight.main_grad.neg_()
+        return self.linear(x)
+
+
+class InSlots(nn.Module):
+    __slots__ = ("factor",)
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(WIDTH, WIDTH), 2.0
+
+    def forward(self, x):
+        return self.linear(x) * self.factor
+
+
+class Unpicklable(torch.optim.SGD):
+    def __getstate__(self):
+        raise TypeError("it has no state")
+
+
+def profiled(model, **options):
+    rows = torch.randn(8, WIDTH)
+    return autosac.profile(model, rows, loss_fn=lambda y: y.square().sum(), **options)
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_parameters_keep_in_attributes_counts_and_is_not_changed(reads):
+    model = nn.Sequential(*[Scaled(reads) for _ in range(3)])
+    plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+    more = 3 * model[0].linear.weight.nbytes
+
+    peak = profiled(model).baseline_peak_bytes
+
+    assert peak == profiled(plain).baseline_peak_bytes + more
+    assert model[0].linear.weight.marks == {"calls": 0}
+
+
+def test_a_module_with_slots_is_named():
+    with pytest.raises(TraceError, match=r"`1` \(InSlots\) keeps `factor` in"):
+        profiled(nn.Sequential(nn.Linear(WIDTH, WIDTH), InSlots()))
+
+
+def test_an_optimizer_that_cannot_be_copied_may_be_a_function():
+    model = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(TraceError, match=r"optimizer cannot .* pass a function"):
+        profiled(model, optimizer=Unpicklable(model.parameters()))
+
+    assert profiled(model, optimizer=Unpicklable).baseline_peak_bytes > 0
