@@ -53,6 +53,27 @@ def test_a_unit_in_the_other_mode_than_its_model_departs():
     assert_equal(expected, trained)
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["trains", "evaluates"])
+def test_parts_in_the_other_mode_when_planned_are_units(whole):
+    # As a backbone that is frozen, or one head that trains.
+    def make_model():
+        model = nn.Sequential(*(Dropping() for _ in range(3))).train(whole)
+        model[:2].train(not whole)
+        return model
+
+    case = Case(make_model, lambda: torch.randn(512, WIDTH), torch.sum)
+    profile = autosac.calibrate(case.profile(), progress=False)
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+
+    done = autosac.verify(
+        plan, make_model, case.inputs, loss_fn=torch.sum, timing_rounds=0
+    )
+
+    assert not profile.units.refused and "0" in plan.policy
+    assert done.identical
+    assert done.measured_peak_bytes == pytest.approx(plan.peak_bytes, rel=2e-3)
+
+
 def branching(branch, seed, num_rows=BATCH):
     """A model planned for the usual branch that takes another one, and its twin."""
     case = Case(Stack, lambda: torch.randn(num_rows, WIDTH))

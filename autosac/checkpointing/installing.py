@@ -73,6 +73,7 @@ class Step:
         memory: Far memory.
         sources: FQN of a unit -> its last call with arguments there.
         parked: FQN of a module -> calls whose arguments go at the end of its next one.
+        model: The model, as long as it lives; a copy's is not known.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Step:
             weakref.WeakValueDictionary()
         )
         self.parked: dict[str, list[weakref.ref[FarArguments]]] = {}
+        self.model: Callable[[], torch.nn.Module | None] = lambda: None
 
     def __reduce__(self) -> tuple[type[Step], tuple[Followed | None, int, str | None]]:
         # A copy has begun no step.
@@ -103,14 +105,17 @@ class Step:
     def is_of(self, training: bool, planned: bool) -> bool:
         """Whether a module in some mode does what is planned.
 
-        In a step of the whole model it does in any mode: it may depart.
+        In a step of the whole model it does in any mode: it was planned in another one
+        than the model's, as frozen parts are, or it may depart.
 
         Args:
             training: Its mode now,
-            planned: and in the step that was planned.
+            planned: and the model's in the step that was planned.
         """
-        is_step = self.variants is not None and self.variants.is_step
-        return training == planned or is_step
+        if training == planned or (self.variants is not None and self.variants.is_step):
+            return True
+        model = self.model()
+        return model is not None and model.training == planned
 
     def park(self, source: FarArguments, fqn: str) -> None:
         """Let go of a call's arguments at the end of the next call of a module."""
@@ -422,6 +427,7 @@ def install(
     """
     hide_propagation()
     step = Step() if step is None else step
+    step.model = weakref.ref(model)
     by_fqn: dict[str, list[OpPolicy]] = {}
     sliced: dict[str, list[OpPolicy]] = {}
     for policy in policies:

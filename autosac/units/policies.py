@@ -38,7 +38,7 @@ class OpPolicy:
         fqn: The unit's module.
         names: Overload name of each op.
         actions: One of `SAVE`, `RERUN`, `SKIP`, `VIEW`, `DETACHED` per op.
-        training: Mode that the module was traced in; in the other one the plan
+        training: Mode that the model was traced in; in the other one the plan
             is not in force.
         call_index: Which call of the module in a step it is for, from 0,
         num_calls: and how often the step calls the module.

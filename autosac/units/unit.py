@@ -203,7 +203,7 @@ class Unit:
         Args:
             tape: The traced step.
             policy: What happens to its groups.
-            training: Mode that the module was traced in.
+            training: Mode that the model was traced in.
             after: What happens to ops after its last saved tensor.
             kind: Other fields of the `OpPolicy`.
         """
