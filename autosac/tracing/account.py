@@ -39,6 +39,7 @@ class Account:
         self.ids: dict[int, int] = {}
         self.watchers: dict[int, weakref.ref[Any]] = {}
         self.originals: dict[int, int] = {}
+        self.users: set[int] = set()  # copies of tensors of theirs
         self.exempted: dict[int, Any] = {}  # kept, so that no address is used twice
 
     def tick(self) -> int:
@@ -68,6 +69,7 @@ class Account:
             index = self._index(copy, 0, category)
             storage = local(original).untyped_storage()
             first = self.originals.setdefault(storage._cdata, index)
+            self.users.add(index)
             self.nbytes[index] = (
                 self._rounded(storage.nbytes()) if first == index else 0
             )
@@ -87,9 +89,17 @@ class Account:
                 is_older = is_older or not self.born[index]
         return is_older
 
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Take a registered tensor out of the account again."""
-        self.nbytes[self._index(tensor, 0, "temporary")] = 0
+    def forget(self, tensor: torch.Tensor) -> bool:
+        """Take a tensor out of the account again, unless it is one of the user's.
+
+        Returns:
+            Whether it was taken out.
+        """
+        index = self._index(tensor, 0, "temporary")
+        if index in self.users:
+            return False
+        self.nbytes[index] = 0
+        return True
 
     def adopt(self, other: Account, category: str) -> None:
         """Count what another account has of storages that are alive."""

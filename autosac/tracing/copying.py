@@ -92,7 +92,7 @@ def copied(
         model = _copy_of("model", step.model, memo, "Make it copyable.")
         optimizer = _copy_of("optimizer", step.optimizer, memo, _BUILT_ANEW)
         args, kwargs = _copy_of("inputs", inputs, memo, "Make them copyable.")
-        _copy_parameters_attributes(step.model, memo)
+        copy_parameter_attributes(step.model, memo)
         if isinstance(optimizer, torch.optim.Optimizer):
             _copy_attributes(step.optimizer, optimizer, memo)
     if optimizer is not None and not isinstance(optimizer, _OPTIMIZERS):
@@ -165,10 +165,14 @@ def _fake_parameters(
     return memo
 
 
-def _copy_parameters_attributes(model: torch.nn.Module, memo: dict[int, Any]) -> None:
+def copy_parameter_attributes(model: torch.nn.Module, memo: dict[int, Any]) -> None:
     """Give copied parameters what PyTorch leaves out of their copies.
 
     These are attributes such as gradients in another type, counts and marks.
+
+    Args:
+        model: The model.
+        memo: Copies by the addresses of what was copied; those that are new are added.
     """
     for parameter in model.parameters():
         own = memo[id(parameter)]

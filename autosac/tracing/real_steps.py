@@ -29,7 +29,7 @@ from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Tape
 from autosac.step.training_step import output_and_loss
 from autosac.tracing.closures import own_functions
-from autosac.tracing.copying import AnyCopies
+from autosac.tracing.copying import AnyCopies, copy_parameter_attributes
 from autosac.tracing.failures import explanation, place_of
 from autosac.tracing.learned import Learned
 from autosac.tracing.probing import Probe
@@ -142,11 +142,17 @@ def names_of_forward(tape: Tape, before: int | None = None) -> list[str]:
     ]
 
 
+def _alias(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A parameter of the same memory, with attributes of its own."""
+    return torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+
+
 def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
-    memo = {id(p): p for p in step.model.parameters()} if frugal else {}
+    memo = {id(p): _alias(p) for p in step.model.parameters()} if frugal else {}
     originals = (step.model, step.args, step.kwargs)
     with AnyCopies():
         model, args, kwargs = copy.deepcopy(originals, memo)
+        copy_parameter_attributes(step.model, memo)
         loss_fn, puts_back = own_functions(
             *(model, step.model, step.loss_fn, memo), is_real=True
         )

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autosac import _compat_autograd, _compat_plain
-from autosac._compat_distributed import are_distributed
+from autosac._compat_distributed import are_distributed, local
 from autosac.fake_tensors.equal_states import EqualStates, keeps_state_only
 from autosac.lens.mode import host_state
 from autosac.pytrees import held_tensors, module_tensors
@@ -44,7 +44,12 @@ class Copied:
 
 
 def register_outer(
-    recorder: Recorder, step: Step, model: torch.nn.Module, inputs: Any, copied: Copied
+    recorder: Recorder,
+    step: Step,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    inputs: Any,
+    copied: Copied,
 ) -> None:
     """Count what exists before the step: copies of the user's tensors, gradients.
 
@@ -52,6 +57,7 @@ def register_outer(
         recorder: Counts it.
         step: The step.
         model: A copy of its model, after the steps that come before,
+        optimizer: of its optimizer,
         inputs: and of its inputs.
         copied: What the copy held before these.
     """
@@ -62,6 +68,7 @@ def register_outer(
     recorder.register_copies(held_tensors(given), held_tensors(inputs), "input")
     if step.finds_gradients:
         _make_gradients(recorder, model)
+        _register_gradients(recorder, step, model, optimizer)
 
 
 def _register_buffers(
@@ -154,9 +161,37 @@ def _make_gradients(recorder: Recorder, model: torch.nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-    recorder.register(
-        (p.grad for p in model.parameters() if p.grad is not None), "gradient"
-    )
+
+
+def _register_gradients(
+    recorder: Recorder,
+    step: Step,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+) -> None:
+    """Count gradients of earlier micro-steps; those that are parts of a buffer once.
+
+    Model or optimizer may hold that flat buffer, or nobody. If gradients are never
+    dropped, the user's are there for good, also where backward never comes to one.
+    """
+    both = zip(step.model.parameters(), model.parameters(), strict=True)
+    pairs = [
+        (own.grad, copy.grad)
+        for own, copy in both
+        if step.keeps_gradients and own.grad is not None and copy.grad is not None
+    ]
+    flat = {local(part).untyped_storage()._cdata for part, _ in pairs}
+    if flat and isinstance(step.optimizer, torch.optim.Optimizer):
+        kept = optimizer_tensors(step.optimizer), optimizer_tensors(optimizer)
+        of_optimizer = list(zip(*kept, strict=False))
+        pairs = [
+            *(p for p in of_optimizer if local(p[0]).untyped_storage()._cdata in flat),
+            *pairs,
+        ]
+    for part, copy in pairs:
+        recorder.register_copies([part], [copy], "gradient")
+    parameters = model.parameters()
+    recorder.register((p.grad for p in parameters if p.grad is not None), "gradient")
 
 
 def _keeps_state_only(optimizer: torch.optim.Optimizer) -> bool:
@@ -225,9 +260,9 @@ def enter_steady_state(
     """Name the gradients, and give the optimizer the state it keeps over steps."""
     for parameter in model.parameters():
         grad = parameter.grad
-        if grad is not None and adds_gradients and grad._version == 0:
-            recorder.forget(grad)  # made in advance, but backward never came here
-            parameter.grad = None
+        is_unused = grad is not None and adds_gradients and grad._version == 0
+        if is_unused and recorder.forget(grad):
+            parameter.grad = None  # made in advance, but backward never came here
         recorder.rename(parameter.grad, "gradient")
     if optimizer is None or isinstance(optimizer, OptimizerInBackward):
         return

@@ -352,7 +352,7 @@ def _run_on(
             _take_earlier_steps(recorder, mode, step, model, args, kwargs)
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
-            register_outer(recorder, step, model, (args, kwargs), held)
+            register_outer(recorder, step, model, optimizer, (args, kwargs), held)
             numbers = numbers_of(modules)
             with _recorded(recorder, mode):
                 if isinstance(optimizer, OptimizerInBackward):

@@ -23,7 +23,7 @@ class Scaled(nn.Module):
     def forward(self, x):
         if self.reads:
             self.linear.weight.marks["calls"] += 1
-            self.linear.weight.main_grad.neg_()
+            self.linear.weight.main_grad.copy_(self.linear.weight.detach())
         return self.linear(x)
 
 
@@ -54,10 +54,52 @@ def test_what_parameters_keep_in_attributes_counts_and_is_not_changed(reads):
     plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(3)])
     more = 3 * model[0].linear.weight.nbytes
 
-    peak = profiled(model).baseline_peak_bytes
+    profile = profiled(model)
 
-    assert peak == profiled(plain).baseline_peak_bytes + more
+    autosac.calibrate(profile, progress=False)  # steps run for real
+    assert profile.baseline_peak_bytes == profiled(plain).baseline_peak_bytes + more
     assert model[0].linear.weight.marks == {"calls": 0}
+    assert not model[0].linear.weight.main_grad.any()
+
+
+@pytest.mark.parametrize("holder", ["model", "optimizer", "nobody"])
+def test_gradients_that_are_parts_of_a_buffer_are_counted_once(holder):
+    def make_model():
+        layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)]
+        model = nn.Sequential(*layers)
+        model.unused = nn.Linear(WIDTH, WIDTH)  # its gradient is there, too
+        model.forward = lambda x: layers[2](layers[1](layers[0](x)))
+        return _flat(model, model) if holder != "optimizer" else model
+
+    def make_optimizer(model):
+        optimizer = torch.optim.AdamW(model.parameters())
+        if holder == "optimizer":
+            _flat(model, optimizer)
+        elif holder == "nobody":
+            del model.flat
+        return optimizer
+
+    torch.manual_seed(0)
+    model = make_model()
+    options = {"keeps_gradients": True}
+    profile = profiled(model, optimizer=make_optimizer(model), **options)
+    plan = autosac.plan(profile, memory_budget=profile.baseline_peak_bytes)
+
+    done = autosac.verify(
+        plan, make_model, lambda: torch.randn(8, WIDTH), make_optimizer=make_optimizer,
+        loss_fn=lambda y: y.square().sum(), timing_rounds=0, **options,
+    )  # fmt: skip
+
+    assert plan.peak_bytes == pytest.approx(done.measured_peak_bytes, rel=1e-3)
+
+
+def _flat(model, holder):
+    parameters = list(model.parameters())
+    holder.flat = torch.zeros(sum(p.numel() for p in parameters))
+    parts = holder.flat.split([p.numel() for p in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+    return model
 
 
 def test_a_module_with_slots_is_named():
