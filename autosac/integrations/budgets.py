@@ -26,8 +26,10 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.pytrees import held_tensors, tensors_in
 from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.step.arguments import warn
 from autosac.step.marks import marks_of
 
+_NEAR_BYTES = 4096  # that callbacks keep besides; less is not said
 _SCALAR_BYTES = 512  # a GPU's allocator hands out as many for each
 # What a `torch.amp.GradScaler` holds (torch/amp/grad_scaler.py): the scale and how long
 # it has held, its inverse in two types, the scaled loss and its gradient, and whether
@@ -55,6 +57,8 @@ class BudgetCallback:
 
     Attributes:
         plan: The plan of the last training; None before its first batch.
+        callbacks_bytes: What callbacks kept when it was made; None once that was
+            compared with what they keep after a step.
     """
 
     def __init__(
@@ -82,7 +86,29 @@ class BudgetCallback:
         self.max_length = max_length
         self.report = report
         self.plan: Plan | None = None
+        self.callbacks_bytes: int | None = None
         self._undo: list[Callable[[], object]] = []
+
+    def look_at_callbacks(
+        self, callbacks: Iterable[Any], model: torch.nn.Module
+    ) -> None:
+        """Warn, once, of what callbacks have kept since the plan was made.
+
+        Args:
+            callbacks: As for `bytes_of_callbacks`,
+            model: likewise.
+        """
+        if self.callbacks_bytes is None:
+            return
+        more = bytes_of_callbacks(callbacks, model) - self.callbacks_bytes
+        self.callbacks_bytes = None
+        if more > _NEAR_BYTES:
+            warn(
+                f"Callbacks keep {format_bytes(more)} more after a step than when it"
+                " was planned: the peak is higher than predicted by that much. Lower"
+                " `memory_budget` by it, or let them make their tensors before the"
+                " training begins."
+            )
 
 
 def bytes_of_callbacks(callbacks: Iterable[Any], model: torch.nn.Module) -> int:

@@ -73,6 +73,12 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         trainer.__dict__["compute_loss"] = _PlannedLoss(self, training, own)
         self._undo.append(lambda: _put_back(trainer, own))
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """See whether callbacks keep more than they did when the plan was made."""
+        if self.plan is not None and state.global_step:
+            callbacks = _calling_trainer().callback_handler.callbacks
+            self.look_at_callbacks(callbacks, kwargs["model"])
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Refuse a training that does not call what is planned."""
         refuse(
@@ -120,6 +126,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
             on_mismatch=self.on_mismatch,
         )
         plan.apply(model)
+        self.callbacks_bytes = loop.callbacks_bytes
         self.plan = replace(plan, replan=None)  # which keeps the trainer alive
         self._undo.append(lambda: plan.unapply(model))
         state.log_history.append({**figures(plan), "step": state.global_step})

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
@@ -59,17 +60,32 @@ class MemoryBudget(BudgetCallback, Callback):
     _begin_step: Callable[..., None] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what cannot be planned."""
-        _refuse(trainer, pl_module)
+        """Refuse what cannot be planned; plan on the first batch.
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+        A step begins where the strategy is told so, behind the module's own hooks,
+        which may thaw parameters.
+        """
+        _refuse(trainer, pl_module)
+        strategy = trainer.strategy
+        own = strategy.on_train_batch_start
+
+        def on_train_batch_start(batch: Any, batch_idx: int, *others: Any) -> None:
+            own(batch, batch_idx, *others)
+            self._begin(trainer, pl_module, batch, batch_idx)
+
+        strategy.__dict__["on_train_batch_start"] = on_train_batch_start
+        self._undo.append(lambda: strategy.__dict__.pop("on_train_batch_start"))
+
+    def _begin(
+        self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Plan on the first batch; every step follows the plan for its own."""
-        num_arguments = len(inspect.signature(pl_module.training_step).parameters)
+        num_arguments = len(inspect.signature(module.training_step).parameters)
         inputs = (batch, batch_idx)[:num_arguments]
         if self._begin_step is None:
-            self._begin_step = self._apply(trainer, pl_module, inputs)
+            self._begin_step = self._apply(trainer, module, inputs)
+        elif trainer.global_step:
+            self.look_at_callbacks(vars(trainer)["callbacks"], module)
         self._begin_step(*inputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -102,6 +118,7 @@ class MemoryBudget(BudgetCallback, Callback):
             on_mismatch=self.on_mismatch,
         )
         plan.apply(module)
+        self.callbacks_bytes = loop.callbacks_bytes
         self.plan = replace(plan, replan=None)  # which keeps the trainer alive
         for logger in trainer.loggers:
             logger.log_metrics(figures(self.plan), step=trainer.global_step)
@@ -125,6 +142,8 @@ class MemoryBudget(BudgetCallback, Callback):
         if self._begin_step is not None and self.plan is not None:
             self.plan.unapply(module)
         self._begin_step = None
+        while self._undo:
+            self._undo.pop()()
 
 
 def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
@@ -151,6 +170,8 @@ def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
             # Clipping by value takes no memory.
             "clip_grad_norm": (clips_norm and trainer.gradient_clip_val) or None,
             "gradients_in_forward": True,
+            # Without an optimizer nothing ever zeroes gradients.
+            "keeps_gradients": isinstance(options["optimizer"], _MockOptimizer),
             **options,
         },
     )

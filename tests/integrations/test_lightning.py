@@ -29,7 +29,7 @@ class MeasuredAdamW(torch.optim.AdamW):
     """Measures the peak of all that Lightning runs inside `step` but the first time."""
 
     log = None  # `Peaks`
-    before = ()
+    before = tuple
 
     def step(self, closure=None):
         if self.log is None:
@@ -44,7 +44,7 @@ class MeasuredAdamW(torch.optim.AdamW):
         loss, peak_bytes = measure_peak(
             own_step,
             device="cpu",
-            held=lambda: tensors_since(self.before),
+            held=lambda: tensors_since(self.before()),
             warm_up=self.move_gradients,
         )
         self.log.append(peak_bytes)
@@ -78,7 +78,7 @@ class Scaled(lightning.plugins.MixedPrecision):
             result, peak_bytes = measure_peak(
                 own_step,
                 device="cpu",
-                held=lambda: tensors_since(optimizer.before),
+                held=lambda: tensors_since(optimizer.before()),
                 warm_up=optimizer.move_gradients,
             )
             log.append(peak_bytes)
@@ -143,10 +143,12 @@ class Measure(lightning.Callback):
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         optimizer = trainer.optimizers[0]
-        optimizer.log, optimizer.before = self.peaks, self.before()
+        optimizer.log, optimizer.before = self.peaks, self.before
 
 
-def train(callback=None, *, module=None, batches=None, kind=Network, **options):
+def train(
+    callback=None, *, module=None, batches=None, kind=Network, callbacks=(), **options
+):
     measure = Measure(tensors_alive())
     torch.manual_seed(0)
     module = kind(**(module or {}))
@@ -159,7 +161,7 @@ def train(callback=None, *, module=None, batches=None, kind=Network, **options):
         "enable_model_summary": False,
     }
     trainer = lightning.Trainer(
-        callbacks=[*([] if callback is None else [callback]), measure],
+        callbacks=[*([] if callback is None else [callback]), *callbacks, measure],
         **{**known, **options},
     )
     loader = DataLoader(Rows(), batch_size=BATCH, shuffle=True)
@@ -227,10 +229,22 @@ class Thaws(Network):
         self.blocks.requires_grad_(batch_idx > 0)
 
 
+class ThawsInOwnHook(Network):
+    """In the hook that comes last before the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.blocks.requires_grad_(batch_idx > 1)
+
+
 @pytest.mark.slow
-def test_layers_that_are_thawed_are_planned_anew_and_keep_the_budget():
+@pytest.mark.parametrize("kind", [Thaws, ThawsInOwnHook])
+def test_layers_that_are_thawed_are_planned_anew_and_keep_the_budget(kind):
     def trained(callback=None):
-        return train(callback, kind=Thaws, max_steps=4)
+        return train(callback, kind=kind, max_steps=4)
 
     plain, plain_peaks = trained()
     budget = silent(int(0.8 * max(plain_peaks)))
@@ -338,3 +352,32 @@ def test_modules_that_cannot_be_planned_are_refused(kind, message):
     )
     with pytest.raises(NotImplementedError, match=message):
         trainer.fit(kind(), DataLoader(Rows(), batch_size=BATCH))
+
+
+class Untrained(Network):
+    def configure_optimizers(self):
+        return None
+
+
+def test_without_an_optimizer_gradients_are_never_dropped():
+    measured = measure_peak(
+        lambda: train(kind=Untrained),
+        device="cpu",
+        held=lambda: (),
+    )[1]
+    budget = silent("1GiB")
+    train(budget, kind=Untrained)
+
+    assert budget.plan.baseline_peak_bytes == pytest.approx(measured, rel=1e-3)
+
+
+class Averages(lightning.Callback):
+    """Begins to keep averaged weights after the first step."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.weights = [parameter.detach().clone() for parameter in module.parameters()]
+
+
+def test_what_callbacks_keep_after_the_first_step_is_said():
+    with pytest.warns(UserWarning, match=r"Callbacks keep 39\d\.\d KiB more"):
+        train(silent("1GiB"), callbacks=[Averages()])
