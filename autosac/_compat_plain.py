@@ -98,7 +98,23 @@ def restore_keys(mode: FakeTensorMode | None) -> None:
     """End the use of a mode: whoever still holds a plain fake of it, gets another."""
     if not is_plain(mode):
         return
+    if not _are_restored(mode):
+        gc.collect()  # what cannot be another one, is of copies that hang in cycles
+        _are_restored(mode)
+
+
+def _are_restored(mode: FakeTensorMode | None) -> bool:
+    """Give all plain fakes of a mode the key; False if one is referred to weakly.
+
+    As `Tensor.retain_grad` does.
+    """
+    are_restored = True
     fakes = [value for value in gc.get_objects() if type(value) is FakeTensor]
     for fake in fakes:
         if fake.fake_mode is mode and _compat.is_plain_fake(fake):
-            torch._C._swap_tensor_impl(fake, _compat.twin_of_fake(fake, plain=False))
+            twin = _compat.twin_of_fake(fake, plain=False)
+            try:
+                torch._C._swap_tensor_impl(fake, twin)
+            except RuntimeError:  # "Expected no weakrefs to t1's Tensor object"
+                are_restored = False
+    return are_restored

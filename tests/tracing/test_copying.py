@@ -113,3 +113,37 @@ def test_an_optimizer_that_cannot_be_copied_may_be_a_function():
         profiled(model, optimizer=Unpicklable(model.parameters()))
 
     assert profiled(model, optimizer=Unpicklable).baseline_peak_bytes > 0
+
+
+class Retains(nn.Module):
+    """Writes to memory that a view looks at; keeps what it retains a gradient of."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        self.kept = self.linear(x)
+        if self.kept.requires_grad:
+            self.kept.retain_grad()
+        result = 2 * self.kept
+        half = result[:, : WIDTH // 2]
+        result.neg_()
+        return torch.cat([half.exp(), result], 1)[:, :WIDTH]
+
+
+def test_gradients_that_are_retained_end_no_trace():
+    # They are referred to weakly, so that no other tensor may take their place.
+    def make_model():
+        return nn.Sequential(Retains(), Retains())
+
+    profile = profiled(make_model())
+    plan = autosac.plan(profile, memory_budget=profile.baseline_peak_bytes)
+
+    done = autosac.verify(
+        plan, make_model, lambda: torch.randn(8, WIDTH),
+        loss_fn=lambda y: y.square().sum(), timing_rounds=0,
+    )  # fmt: skip
+
+    assert done.identical
+    assert plan.peak_bytes == pytest.approx(done.measured_peak_bytes, rel=1e-2)
