@@ -102,6 +102,19 @@ def make_unit(
         )
     if any(index.written_between(s, call.enter, trigger) for s in call.inputs):
         return "one of its arguments is changed in place before backward"
+    last_pack = tape.saved[saved[-1]].packed
+    written = [
+        i
+        for i in saved
+        if tape.saved[i].storage in own
+        and tape.saved[i].unpacked is not None
+        and index.written_between(tape.saved[i].storage, last_pack, trigger)
+    ]
+    if written:  # a rerun ends before that
+        return (
+            "its last op writes to a tensor that it has handed to autograd before, as"
+            " `rrelu` does: a module around it can be one"
+        )
     outside = _unreachable_reads(tape, call, ops, own, trigger)
     if outside is not None:
         return outside
@@ -118,7 +131,7 @@ def make_unit(
         num_calls=place[1],
         ops=ops,
         saved=saved,
-        last_pack=tape.saved[saved[-1]].packed,
+        last_pack=last_pack,
         trigger=trigger,
         released=max(tape.saved[i].released for i in saved),
         last_use=max(int(tape.saved_until[i]) for i in saved),

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from autosac import floor, plan, verify
 from autosac.profiles.profile import profile
 from autosac.step.tape import Tape
 from tests.models import (
@@ -222,6 +223,26 @@ def test_a_module_that_reads_what_is_gone_in_backward_is_refused():
     units = find(nn.Sequential(Lending(), nn.Tanh()))
 
     assert "neither an argument nor kept" in units.units.refused["0.inner"]
+
+
+def test_a_module_whose_last_op_writes_to_what_autograd_has_already_is_refused():
+    # A rerun ends with the last tensor that is saved: `rrelu` draws its slopes after.
+    def make_model():
+        ends = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.RReLU()) for _ in range(2)]
+        around = nn.Sequential(ends[1], nn.Linear(WIDTH, WIDTH))
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), ends[0], around)
+
+    profile = find(make_model(), torch.randn(256, WIDTH))
+
+    assert set(profile.units.refused) == {"1", "1.1", "2.0", "2.0.1"}
+    assert "handed to autograd before" in profile.units.refused["1"]
+    done = verify(
+        plan(profile, memory_budget=floor(profile)),
+        make_model,
+        lambda: torch.randn(256, WIDTH),
+        timing_rounds=0,
+    )
+    assert done.identical
 
 
 # --- keys -------------------------------------------------------------------------
