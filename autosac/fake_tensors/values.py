@@ -193,7 +193,8 @@ def refuse_sparse(func: Any, outputs: Iterable[torch.Tensor]) -> None:
         if tensor.layout is not torch.strided:
             raise TraceError(
                 f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
-                " known while tracing. Use dense tensors (embeddings: `sparse=False`)."
+                " known while tracing. Use dense tensors (embeddings: `sparse=False`;"
+                " nested tensors: padded)."
             )
 
 
