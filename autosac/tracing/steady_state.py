@@ -104,10 +104,11 @@ def _register_attributes(
 ) -> None:
     """Count what modules and parameters keep besides; the step may never meet it."""
     seen: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
-    for original, copy in [
+    pairs: list[tuple[Any, Any]] = [
         *zip(own.modules(), model.modules(), strict=False),
         *zip(own.parameters(), model.parameters(), strict=False),
-    ]:
+    ]
+    for original, copy in pairs:
         kept, copies = _kept_besides(original, seen[0]), _kept_besides(copy, seen[1])
         if [tensor.shape for tensor in kept] == [tensor.shape for tensor in copies]:
             for pair in zip(kept, copies, strict=True):
@@ -259,10 +260,10 @@ def enter_steady_state(
 ) -> None:
     """Name the gradients, and give the optimizer the state it keeps over steps."""
     for parameter in model.parameters():
-        grad = parameter.grad
-        is_unused = grad is not None and adds_gradients and grad._version == 0
-        if is_unused and recorder.forget(grad):
-            parameter.grad = None  # made in advance, but backward never came here
+        grad: Any = parameter.grad
+        is_made = grad is not None and adds_gradients and not grad._version
+        if is_made and recorder.forget(grad):  # in advance; backward never came here
+            parameter.grad = None
         recorder.rename(parameter.grad, "gradient")
     if optimizer is None or isinstance(optimizer, OptimizerInBackward):
         return
