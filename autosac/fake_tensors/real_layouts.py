@@ -9,6 +9,8 @@ import torch
 
 from autosac import _compat
 
+_ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
 # Position of the weight in the arguments of norms that return statistics.
 _NORM_WEIGHTS = {
     "aten.native_batch_norm.default": 1,
@@ -109,8 +111,12 @@ def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     input's gradient has, and that has its type, too; fake kernels give contiguous ones,
     and the weight's type. oneDNN's LSTM saves bytes for its backward, often more
     than its output has (aten/src/ATen/native/mkldnn/RNN.cpp); its fake one says none.
+    Attention in float64 keeps its statistics in that type (FlashAttentionKernel.cpp);
+    in torch 2.10 its fake kernel says float32.
     """
     name = str(func)
+    if name == _ATTENTION and args[0].dtype == torch.float64:
+        return (out[0], out[1].to(torch.float64))
     if name == "aten.mkldnn_rnn_layer.default":
         return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args)))
     if name == "aten.mkldnn_rnn_layer_backward.default":

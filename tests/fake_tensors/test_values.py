@@ -385,6 +385,21 @@ def test_a_group_norm_keeps_the_memory_format_of_its_images(last):
     assert made[0] == made[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_statistics_of_attention_have_the_type_of_the_kernel(dtype):
+    func = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    made = []
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            args = tuple(torch.zeros(1, 2, 8, 16, dtype=dtype) for _ in range(3))
+            out = func(*args)
+            if isinstance(mode, FakeTensorMode):
+                out = real_layouts.on_cpu(func, args, out)
+        made.append([(tensor.dtype, tensor.shape) for tensor in out])
+
+    assert made[0] == made[1]
+
+
 class Noisy(Step):
     """Draws, but nothing depends on it."""
 
