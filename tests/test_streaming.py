@@ -155,7 +155,7 @@ def test_waits_are_those_of_a_step_that_is_played(step, bytes_per_s, issue_ms):
         choice = drawn(linked, seed)
         told_ms, peak_bytes = recompute_ms(choice), linked.peak_bytes(choice)
         (policy,) = choice.values()
-        busy_ms = 2 * issue_ms * len(moved(policy))
+        busy_ms = linked.streamed.followed_ms + 2 * issue_ms * len(moved(policy))
         assert told_ms == pytest.approx(Player(linked, choice).play() + busy_ms)
         assert told_ms >= linked.streaming.least_ms(peak_bytes)
 

@@ -123,7 +123,7 @@ def device_record(spec: DeviceSpec) -> dict[str, Any]:
     record = {name: getattr(spec, name) for name in DeviceSpec.__slots__}
     rates = {name: dict(record[name]) for name in ("peak_flops", "matmul_efficiency")}
     link = None if spec.link is None else asdict(spec.link)
-    return {**record, **rates, "link": link}
+    return {**record, **rates, "link": link, "program": asdict(spec.program)}
 
 
 def sweep_table(sweep: Sweep) -> Table:

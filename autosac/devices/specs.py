@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from autosac.devices.links import DISK, Link, symmetric
+from autosac.devices.programs import CPU_PROGRAM, NO_PROGRAM, ProgramCosts
 from autosac.errors import ArgumentError
 from autosac.quantities import rounded_up
 
@@ -111,6 +112,7 @@ class DeviceSpec:
             GPU; None if it is not known.
         link: To far memory: of a GPU that of its host, of the CPU a file. None if it is
             not known; then nothing is offloaded.
+        program: What units take of the program besides their ops: nothing of a GPU.
     """
 
     name: str
@@ -128,6 +130,7 @@ class DeviceSpec:
     host_op_ms: float = 0.0
     time_error: float | None = None
     link: Link | None = None
+    program: ProgramCosts = NO_PROGRAM
 
     @property
     def threads_per_multiprocessor(self) -> int | None:
@@ -223,6 +226,7 @@ _SPECS = (
         launch_overhead_ms=_CPU_LAUNCH_MS,
         allocation_granularity_bytes=1,
         link=DISK,
+        program=CPU_PROGRAM,
     ),
     # NVIDIA H100 Tensor Core GPU data sheet: SXM and PCIe columns.
     _gpu("h100", (9, 0), 132, 80, 3350, 64, **_H100_SXM),

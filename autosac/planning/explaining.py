@@ -203,7 +203,10 @@ def op_tables(
     for (_, policy), units in alike.items():
         others = f" and {len(units) - 1} alike" if len(units) > 1 else ""
         rows = tuple(_unit_ops(profile, units[0], policy))
-        tables.append(OpTable(title=f"{units[0].fqn}{others}", rows=rows))
+        title = f"{units[0].fqn}{others}"
+        if followed_ms := units[0].followed_ms:
+            title += f", each {format_ms(followed_ms)} of the program besides"
+        tables.append(OpTable(title=title, rows=rows))
     inside = {i for unit, _ in calls for i in unit.ops}
     rest = tuple(_other_ops(profile, inside, moved))
     return (*tables, OpTable(title="outside of AC units", rows=rest))
@@ -220,7 +223,9 @@ def _unit_ops(profile: TracedStep, unit: Unit, policy: Policy) -> Iterator[OpRow
         if not op.is_view:
             # After its last saved tensor a unit is not rerun.
             action = _ACTIONS[actions.get(place, SKIP)]
-            yield _op_row(profile, op, index, action)
+            row = _op_row(profile, op, index, action)
+            is_rerun = action == _ACTIONS[RERUN]
+            yield replace(row, ms=profile.rerun_ms[index]) if is_rerun else row
 
 
 def _other_ops(

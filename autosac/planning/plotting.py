@@ -18,6 +18,7 @@ from autosac.planning.plans import Plan
 from autosac.profiles.memory_history import History, history
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import byte_unit, format_bytes, format_ms
+from autosac.solvers.curves import knapsack
 from autosac.step.tape import IntArray
 from autosac.units import curves
 from autosac.units.policies import Policy
@@ -251,7 +252,8 @@ def _trade_off_panel(
     if unit_curve.front is not None:
         front = unit_curve.front
         freed_bytes = (most - front.saved_bytes).tolist()
-        pareto = list(zip(freed_bytes, front.recompute_ms.tolist(), strict=True))
+        times = (knapsack.recompute_ms(front.problem, again) for again in front.rerun)
+        pareto = list(zip(freed_bytes, times, strict=True))
     points = [
         (most - curves.kept(u, policy), curves.recompute_ms(u, policy))
         for u, policy in own

@@ -113,6 +113,9 @@ def _clock(
                 last = max(ops[piece.unit.ops[i]].end for i in group.ops)
                 ends.append(piece.begin(span) + last)
                 spent.append(group.runtime_ms)
+    for call in (call for unit in chosen for call in unit.calls):
+        ends.append(call.call.exit * span)
+        spent.append(call.followed_ms)
     order = np.argsort(np.array(ends, dtype=np.int64), kind="stable")
     times = np.concatenate([[0.0], np.cumsum(np.array(spent)[order])])
     return np.array(ends, dtype=np.int64)[order], times

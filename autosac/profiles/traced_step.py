@@ -185,6 +185,13 @@ class TracedStep(Summarized):
         """Time of every op of the tape."""
         return self.costs.op_ms
 
+    @cached_property
+    def rerun_ms(self) -> tuple[float, ...]:
+        """Time to run every op of the tape again, with what the program takes."""
+        own_ms = self.device.program.rerun_ms
+        pairs = zip(self.tape.ops, self.op_ms, strict=True)
+        return tuple(ms if op.is_view else ms + own_ms for op, ms in pairs)
+
     @property
     def calibrated(self) -> bool:
         """Whether times and workspaces were measured, not modelled."""
@@ -238,13 +245,15 @@ class TracedStep(Summarized):
         """Module calls that can be AC units, and why other modules are none."""
         parts = {fqn: why for fqn, why in self.left_out.items() if fqn}
         with no_collections():
-            units = find_units(self.tape, self.op_ms, exclude=parts)
+            units = find_units(
+                self.tape, self.rerun_ms, self.device.program, exclude=parts
+            )
         return self.given.of(units, self.tape.modules)
 
     @cached_property
     def chains(self) -> tuple[Chain, ...]:
         """Chains and nests of the AC units."""
-        finder_args = (self.tape, self.units.candidates, self.op_ms)
+        finder_args = (self.tape, self.units.candidates, self.rerun_ms)
         with no_collections():
             chains = find_chains(*finder_args) + find_nests(*finder_args)
         return tuple(c for c in chains if self.given.may_be_unit(c, self.tape.modules))
@@ -252,7 +261,7 @@ class TracedStep(Summarized):
     @cached_property
     def slices(self) -> tuple[Unit, ...]:
         """Consecutive layers of sequences that can be AC units."""
-        finder_args = (self.tape, self.op_ms, self.sequences)
+        finder_args = (self.tape, self.rerun_ms, self.sequences, self.device.program)
         with no_collections():
             slices = find_slices(*finder_args, exclude=self.left_out)
         return tuple(s for s in slices if self.given.may_be_unit(s, self.tape.modules))
@@ -291,7 +300,8 @@ class TracedStep(Summarized):
             or self.given != ALL_UNITS
         ):
             return None
-        return find_streamed(self.tape, self.op_ms, link, exclude=self.left_out)
+        costs = link, self.device.program
+        return find_streamed(self.tape, self.op_ms, *costs, exclude=self.left_out)
 
     @cached_property
     def streaming(self) -> Streaming | None:

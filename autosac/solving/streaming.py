@@ -23,6 +23,7 @@ import numpy as np
 from autosac.simulation.simulator import Simulator
 from autosac.solving.rules_of_thumb import Choice
 from autosac.step.tape import IntArray
+from autosac.units.curves import recompute_ms
 from autosac.units.policies import SAVE, Policy
 from autosac.units.streamed import StreamedModel, letter, moved
 
@@ -79,7 +80,7 @@ class Streaming:
 
         Args:
             budget_bytes: Cap on the peak.
-            most_ms: None if no choice waits for less.
+            most_ms: None if no choice takes less.
         """
         best, best_ms = None, most_ms
         for level_bytes in reversed(self._levels):
@@ -90,8 +91,8 @@ class Streaming:
             if level_bytes not in self._of_level:
                 self._of_level[level_bytes] = self._find(level_bytes)
             policy = self._of_level[level_bytes]
-            if policy is not None and self._unit.waits_ms(policy) < best_ms:
-                best, best_ms = policy, self._unit.waits_ms(policy)
+            if policy is not None and recompute_ms(self._unit, policy) < best_ms:
+                best, best_ms = policy, recompute_ms(self._unit, policy)
         return None if best is None else {self._unit: best}
 
     @cached_property
@@ -110,7 +111,7 @@ class Streaming:
         return sorted(levels)
 
     def least_ms(self, budget_bytes: int) -> float:
-        """No choice that streams the model under a budget waits for less.
+        """No choice that streams the model under a budget takes less.
 
         What is missing at an instant has left before it and comes back after it.
         """
@@ -124,7 +125,8 @@ class Streaming:
         waits_ms = (out_ms - (passed_ms - first_ms).clip(0)).clip(0)
         waits_ms += (back_ms - (last_ms - passed_ms).clip(0)).clip(0)
         fewest = int(np.searchsorted(self._largest_bytes, missing_bytes.max()))
-        return float(waits_ms.max()) + unit.link.issued_ms(fewest)
+        busy_ms = unit.followed_ms + unit.link.issued_ms(fewest)
+        return float(waits_ms.max()) + busy_ms
 
     @cached_property
     def _largest_bytes(self) -> IntArray:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autosac.devices.programs import ProgramCosts
 from autosac.step.tape import ModuleCall, Op, Tape
 from autosac.units.groups import Group, TapeIndex, lasting, make_groups
 from autosac.units.unit import Unit
@@ -22,13 +23,18 @@ class Units:
 
 
 def find_units(
-    tape: Tape, op_ms: Sequence[float], *, exclude: Mapping[str, str] | None = None
+    tape: Tape,
+    op_ms: Sequence[float],
+    program: ProgramCosts,
+    *,
+    exclude: Mapping[str, str] | None = None,
 ) -> Units:
     """Find the modules of a tape that can be AC units.
 
     Args:
         tape: The traced step.
-        op_ms: Forward time of every op of the tape.
+        op_ms: Time to run every op of the tape again.
+        program: What units take of it besides.
         exclude: FQNs that must not be units -> why.
     """
     excluded = exclude or {}
@@ -52,7 +58,7 @@ def find_units(
                 " the plan decides)"
             )
         elif fqn and call.phase == "forward":
-            unit = make_unit(index, call, place, op_ms)
+            unit = make_unit(index, call, place, op_ms, program)
             if isinstance(unit, Unit):
                 number = keys.setdefault(unit.key, len(keys))
                 candidates.append(replace(unit, key=number))
@@ -78,7 +84,11 @@ def inner(candidates: Sequence[Unit], place: int) -> list[Unit]:
 
 
 def make_unit(
-    index: TapeIndex, call: ModuleCall, place: tuple[int, int], op_ms: Sequence[float]
+    index: TapeIndex,
+    call: ModuleCall,
+    place: tuple[int, int],
+    op_ms: Sequence[float],
+    program: ProgramCosts,
 ) -> Unit | str:
     """The unit of a module call, or why it cannot be one ('' if it saves nothing)."""
     tape = index.tape
@@ -142,6 +152,9 @@ def make_unit(
             tape.storages[s].nbytes
             for s in kept
             if index.held_elsewhere_until(s, saved) < trigger
+        ),
+        followed_ms=program.followed_ms(
+            len(saved), sum(not tape.ops[i].is_view for i in ops)
         ),
     )
 

@@ -182,7 +182,7 @@ def find_chains(
     Args:
         tape: The traced step.
         candidates: The units that are one module call each, in forward order.
-        op_ms: Forward time of every op of the tape.
+        op_ms: Time to run every op of the tape again.
     """
     index = TapeIndex(tape)
     chains = []
@@ -306,6 +306,7 @@ def _chain(index: TapeIndex, blocks: Sequence[Block | None]) -> Chain | None:
         key=(placed(linked), tuple(group.saved_bytes for group in groups)),
         activation_bytes=sum(unit.activation_bytes for unit in units),
         sole_bytes=sum(group.saved_bytes for group in groups if group.needed),
+        followed_ms=sum(unit.followed_ms for unit in units),
         blocks=tuple(linked),
     )
 

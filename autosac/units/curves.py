@@ -124,6 +124,7 @@ def save_problem(
         pinned=where("pinned"),
         unsavable=where("unsavable"),
         capacity_bytes=capacity_bytes,
+        fixed_ms=unit.followed_ms,
     )
 
 
@@ -251,7 +252,7 @@ def kept(unit: Unit, policy: Policy) -> int:
 
 
 def recompute_ms(unit: Unit, policy: Policy) -> float:
-    """Time to rerun a unit under a policy, and to wait for its arguments."""
+    """Time to follow and rerun a unit under a policy, and to wait for copies."""
     known_ms = unit.known_ms.get(policy)
     if known_ms is None:
         rerun = (
@@ -260,7 +261,8 @@ def recompute_ms(unit: Unit, policy: Policy) -> float:
             for group, choice in zip(piece.groups, piece.choices, strict=True)
             if choice == RERUN
         )
-        known_ms = unit.known_ms[policy] = math.fsum([unit.waits_ms(policy), *rerun])
+        fixed_ms = unit.waits_ms(policy), unit.followed_ms
+        known_ms = unit.known_ms[policy] = math.fsum([*fixed_ms, *rerun])
     return known_ms
 
 

@@ -57,7 +57,7 @@ def find_nests(
     Args:
         tape: The traced step.
         candidates: The units that are one module call each, in forward order.
-        op_ms: Forward time of every op of the tape.
+        op_ms: Time to run every op of the tape again.
     """
     index = TapeIndex(tape)
     nests = []
@@ -109,6 +109,7 @@ def _nest(
         groups=groups,
         key=key,
         sole_bytes=sum(group.saved_bytes for group in groups if group.needed),
+        followed_ms=sum(part.followed_ms for part in parts),
         blocks=tuple(blocks),
         glue=glue,
     )

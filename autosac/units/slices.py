@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from autosac.devices.programs import ProgramCosts
 from autosac.step.tape import ModuleCall, Tape
 from autosac.units.candidates import make_unit
 from autosac.units.chains import spans
@@ -63,6 +64,7 @@ def find_slices(
     tape: Tape,
     op_ms: Sequence[float],
     sequences: Collection[str],
+    program: ProgramCosts,
     *,
     exclude: Iterable[str] = (),
 ) -> tuple[Slice, ...]:
@@ -70,8 +72,9 @@ def find_slices(
 
     Args:
         tape: The traced step.
-        op_ms: Forward time of every op of the tape.
+        op_ms: Time to run every op of the tape again.
         sequences: FQNs of modules that call their children one after the other.
+        program: What units take of it besides.
         exclude: FQNs of sequences and layers to leave alone.
     """
     if not sequences:
@@ -85,7 +88,7 @@ def find_slices(
             if last - first == whole:
                 continue  # that is the sequence itself
             call = _joined(run[first:last])
-            unit = make_unit(index, call, (0, 1), op_ms)
+            unit = make_unit(index, call, (0, 1), op_ms, program)
             if isinstance(unit, Unit):
                 until = tape.modules[run[last - 1].module].fqn
                 slices.append(unit.as_kind(Slice, until=until, key=("slice", unit.key)))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 from autosac.devices.links import Link
+from autosac.devices.programs import ProgramCosts
 from autosac.quantities import rounded_up
 from autosac.step.tape import ModuleCall, Tape
 from autosac.units.groups import TapeIndex
@@ -227,7 +228,12 @@ def moved(policy: Policy) -> list[int]:
 
 
 def find_streamed(
-    tape: Tape, op_ms: Sequence[float], link: Link, *, exclude: Collection[str] = ()
+    tape: Tape,
+    op_ms: Sequence[float],
+    link: Link,
+    program: ProgramCosts,
+    *,
+    exclude: Collection[str] = (),
 ) -> StreamedModel | None:
     """The model as a unit that is streamed; None if that moves nothing.
 
@@ -237,6 +243,7 @@ def find_streamed(
         tape: The traced step.
         op_ms: Time of every op of the tape.
         link: To far memory.
+        program: What units take of it besides.
         exclude: FQNs of modules that must not be units.
     """
     calls = [c for c in tape.calls if not tape.modules[c.module].fqn]
@@ -266,6 +273,7 @@ def find_streamed(
         key="streamed",
         activation_bytes=0,
         sole_bytes=0,
+        followed_ms=program.followed_ms(len(saved), 0),
         streams=streams,
         link=link,
         starts=tuple(index.starts),

@@ -99,6 +99,7 @@ class Unit:
         activation_bytes: What it keeps for backward when nothing is recomputed,
             without its input and output.
         sole_bytes: What nobody else keeps of what it keeps, its output included.
+        followed_ms: What it takes of the program whatever runs again.
         known_ms: Time to rerun it under the policies that were asked for.
     """
 
@@ -117,6 +118,7 @@ class Unit:
     key: Hashable
     activation_bytes: int
     sole_bytes: int
+    followed_ms: float = 0.0
     known_ms: dict[Hashable, float] = field(init=False, default_factory=dict)
 
     @property

@@ -3,7 +3,7 @@
 Groups g of ops, in execution order, whose results move together; s_g = 1 if the
 results of g are saved, e_g = 1 if g is rerun in backward:
 
-minimize    sum_g t_g e_g             recompute time [ms]
+minimize    T + sum_g t_g e_g         recompute time [ms]
 subject to  sum_g m_g s_g <= C        saved activation memory [bytes]          (1)
             s_g + e_g >= 1            for g in needed: backward reads it       (2)
             e_g <= s_h + e_h          for h in inputs of g: a rerun reads it   (3)
@@ -47,6 +47,7 @@ class SaveProblem:
         pinned: Groups that are never rerun.
         unsavable: Groups whose results cannot be saved.
         capacity_bytes: Largest sum of `saved_bytes` over the saved groups.
+        fixed_ms: T, whatever is rerun.
     """
 
     saved_bytes: tuple[int, ...]
@@ -56,6 +57,7 @@ class SaveProblem:
     pinned: frozenset[int] = frozenset()
     unsavable: frozenset[int] = frozenset()
     capacity_bytes: int
+    fixed_ms: float = 0.0
 
     def __post_init__(self) -> None:
         lengths = (len(self.saved_bytes), len(self.runtime_ms), len(self.inputs))
@@ -98,7 +100,7 @@ class Front:
         saved: Flags of shape (points, groups): whether each group's results are saved,
         rerun: and whether each group is rerun: no more than `saved` makes necessary.
         saved_bytes: Activation memory of the groups that are saved, at each point.
-        recompute_ms: Time of the groups that are rerun.
+        recompute_ms: Time of the groups that are rerun, and what is fixed.
         complete_below_ms: No faster Pareto point is missing; infinite if none is.
     """
 
@@ -169,8 +171,9 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
         saved=saved,
         rerun=rerun,
         saved_bytes=np.dot(saved, np.array(problem.saved_bytes, dtype=np.int64)),
-        recompute_ms=np.dot(rerun, np.array(problem.runtime_ms, dtype=np.float64)),
-        complete_below_ms=pareto.complete_below_ms,
+        recompute_ms=problem.fixed_ms
+        + np.dot(rerun, np.array(problem.runtime_ms, dtype=np.float64)),
+        complete_below_ms=problem.fixed_ms + pareto.complete_below_ms,
     )
 
 
@@ -255,5 +258,5 @@ def _rerun(problem: SaveProblem, saved: _Flags) -> _Flags:
 
 
 def recompute_ms(problem: SaveProblem, rerun: Sequence[bool]) -> float:
-    """Time of the groups that are rerun."""
-    return math.fsum(compress(problem.runtime_ms, rerun))
+    """Time of the groups that are rerun, and what is fixed."""
+    return math.fsum([problem.fixed_ms, *compress(problem.runtime_ms, rerun)])
