@@ -26,6 +26,7 @@ from typing import Literal, Protocol
 import torch
 
 from autosac import _compat
+from autosac.devices.links import AT_ONCE_BYTES
 from autosac.quantities import format_bytes, rounded_up
 
 Way = Literal["out", "back"]
@@ -82,6 +83,8 @@ class FarMemory:
         directory: Where the CPU's files lie; None for the system's temporary one.
         bytes_per_s: Most bytes that a copy on the CPU moves in a second; None for as
             many as it can.
+        at_once_bytes: Copies of tensors on the CPU of at most so many bytes are made by
+            the program itself.
 
     Attributes:
         in_use_bytes: Size of the buffers that hold something,
@@ -89,10 +92,14 @@ class FarMemory:
     """
 
     def __init__(
-        self, directory: str | None = None, bytes_per_s: float | None = None
+        self,
+        directory: str | None = None,
+        bytes_per_s: float | None = None,
+        at_once_bytes: int = AT_ONCE_BYTES,
     ) -> None:
         self.directory = directory
         self.bytes_per_s = bytes_per_s
+        self.at_once_bytes = at_once_bytes
         self.in_use_bytes = 0
         self.peak_bytes = 0
         # The last file that `new` took parts of: these keep it.
@@ -131,7 +138,8 @@ class FarMemory:
                 raise
         if key[0] == "cuda":
             return _Streamed(self, buffer, source)
-        return _Threaded(self, buffer, source)
+        kind = _AtOnce if key[1] <= self.at_once_bytes else _Threaded
+        return kind(self, buffer, source)
 
     def new(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor here of the layout of another one without holes, and not filled.
@@ -297,6 +305,27 @@ class _Buffered:
     def release(self) -> None:
         """As `Sent.release`."""
         self._hand_back()
+
+
+class _AtOnce(_Buffered):
+    """A copy by the program itself: a small one is done before a thread has it."""
+
+    def __init__(
+        self, memory: FarMemory, buffer: torch.Tensor, source: torch.Tensor
+    ) -> None:
+        super().__init__(memory, buffer, source)
+        _copy([buffer, source], memory)
+
+    def wait(self) -> None:
+        """As `Sent.wait`: it is over."""
+
+    def begin(self, target: torch.Tensor) -> None:
+        """As `Sent.begin`: nothing is there to be done beside the program."""
+
+    def fetch(self, target: torch.Tensor) -> None:
+        """As `Sent.fetch`."""
+        assert self._buffer is not None
+        _copy([target, self._buffer], self._memory)
 
 
 class _Threaded(_Buffered):

@@ -103,9 +103,13 @@ def _moved(step: TracedStep, least_bytes: int) -> Iterator[_Moved]:
 
 
 def _issued_ms(step: TracedStep, moved: list[_Moved]) -> float:
-    """Time for which the program is busy with copies."""
-    assert step.device.link is not None
-    return step.device.link.issued_ms(len(moved))
+    """Time for which the program is busy with copies, and with hooks of the model."""
+    link, followed_ms = step.device.link, 0.0
+    assert link is not None
+    if step.streamed is not None:
+        followed_ms = step.streamed.followed_ms
+    sizes = [step.tape.storages[one.storage].nbytes for one in moved]
+    return followed_ms + 2 * link.issued_ms(sizes)
 
 
 def _waits_ms(step: TracedStep, moved: list[_Moved]) -> float:

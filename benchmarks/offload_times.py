@@ -100,8 +100,8 @@ def _times_of(name: str, work: Workload, link: Link) -> Iterator[str]:
         "and every input moved": (moved, profile.peak_bytes(moved)),
         "the floor without offload": (None, autosac.floor(profile)),
     }
-    unpriced = replace(link, issue_ms=0.0)
-    as_free = replace(profile, device=replace(profile.device, link=unpriced))
+    unpriced = replace(profile.device, link=link.without_issue)
+    as_free = replace(profile, device=unpriced)
     runs: dict[tuple[str, str], Run] = {
         ("", one): _run(work, lambda model: None) for one in ("plain", "again")
     }

@@ -17,18 +17,20 @@ def some_bytes(number=5000, seed=0):
 
 
 class Held(FarMemory):
-    """Copies that end only when they are told to."""
+    """Copies beside the program that end only when they are told to."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(at_once_bytes=0)
         self.may_end = threading.Event()
 
     def linger(self, num_bytes):
         assert self.may_end.wait(60)
 
 
-def test_bytes_come_back_and_their_buffer_serves_the_next_ones():
-    memory, first, second = FarMemory(), some_bytes(seed=1), some_bytes(seed=2)
+@pytest.mark.parametrize("at_once_bytes", [0, 5000])
+def test_bytes_come_back_and_their_buffer_serves_the_next_ones(at_once_bytes):
+    memory = FarMemory(at_once_bytes=at_once_bytes)
+    first, second = some_bytes(seed=1), some_bytes(seed=2)
 
     for source in (first, second):
         sent = memory.send(source)
@@ -39,6 +41,21 @@ def test_bytes_come_back_and_their_buffer_serves_the_next_ones():
         assert torch.equal(target, source)
     assert (memory.in_use_bytes, memory.peak_bytes) == (0, first.numel())
     assert memory.pooled_bytes == first.numel()
+
+
+def test_the_program_copies_small_tensors_itself_and_what_it_sent_may_change_then():
+    memory, kept = Held(), some_bytes()
+    memory.at_once_bytes = kept.numel()
+    memory.may_end.set()
+    source = kept.clone()
+    sent = memory.send(source)
+    source.zero_()
+    target = torch.zeros_like(source)
+    sent.begin(target)
+    sent.fetch(target)
+
+    assert torch.equal(target, kept)
+    assert not any("far_memory" in thread.name for thread in threading.enumerate())
 
 
 def test_buffers_of_other_sizes_are_others():
@@ -101,8 +118,9 @@ def test_bytes_come_back_beside_the_program_and_their_buffer_stays_meanwhile():
     assert memory.in_use_bytes == 0
 
 
-def test_what_was_begun_is_waited_for_and_may_come_back_again():
-    memory, source = FarMemory(), some_bytes()
+@pytest.mark.parametrize("at_once_bytes", [0, 5000])
+def test_what_was_begun_is_waited_for_and_may_come_back_again(at_once_bytes):
+    memory, source = FarMemory(at_once_bytes=at_once_bytes), some_bytes()
     sent = memory.send(source)
     for _ in range(2):
         target = torch.zeros_like(source)

@@ -101,7 +101,7 @@ def applied(step, chosen, **options):
 def far_step(case):
     step = case.profile()
     # so that it pays for tensors this small
-    link = replace(step.device.link, issue_ms=0.0)
+    link = step.device.link.without_issue
     step = replace(step, device=replace(step.device, link=link))
     return restricted(autosac.calibrate(step, progress=False), offload=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 _GB = 10**9
@@ -15,15 +16,18 @@ class Link:
         out_bytes_per_s: Rate to far memory,
         back_bytes_per_s: and from there.
         latency_ms: Time that every copy takes besides.
-        issue_ms: Time for which the program is busy with a copy of an activation, and
-            computes nothing. On a GPU kernels run meanwhile. Plans of graphs and copies
-            of optimizer state do not count it.
+        issue_ms: Time for which the program is busy with a copy, and computes nothing.
+            On a GPU kernels run meanwhile.
+        at_once_ms: Likewise with a copy that it makes itself, of a tensor
+        at_once_bytes: of at most so many bytes.
     """
 
     out_bytes_per_s: float
     back_bytes_per_s: float
     latency_ms: float = 0.0
     issue_ms: float = 0.0
+    at_once_ms: float = 0.0
+    at_once_bytes: int = 0
 
     def __post_init__(self) -> None:
         if min(self.out_bytes_per_s, self.back_bytes_per_s) <= 0:
@@ -37,9 +41,21 @@ class Link:
             back_bytes_per_s=self.back_bytes_per_s / num_devices,
         )
 
-    def issued_ms(self, num_tensors: int) -> float:
-        """Time for which the program is busy with tensors that go and come back."""
-        return 2 * num_tensors * self.issue_ms
+    @property
+    def without_issue(self) -> Link:
+        """The link, if copies kept the program busy for no time."""
+        return replace(self, issue_ms=0.0, at_once_ms=0.0)
+
+    def issued_ms(self, sizes: Iterable[int]) -> float:
+        """Time for which the program is busy with tensors, each moved one way.
+
+        Args:
+            sizes: Their bytes.
+        """
+        return sum(
+            self.at_once_ms if nbytes <= self.at_once_bytes else self.issue_ms
+            for nbytes in sizes
+        )
 
     def out_ms(self, num_bytes: int, num_copies: int, hidden_ms: float = 0.0) -> float:
         """Time to wait for copies to far memory.
@@ -71,6 +87,9 @@ def symmetric(gb_per_s: float) -> Link:
     return Link(out_bytes_per_s=rate, back_bytes_per_s=rate, latency_ms=_COPY_MS)
 
 
+# Of tensors on the CPU: up to that size the program has copied one to a file in memory
+# before a thread has taken it over.
+AT_ONCE_BYTES = 2**19
 # Rates are nominal, on no data sheet: a file on a solid-state disk over NVMe. For how
 # long the program is busy was measured (`python -m benchmarks.offload --parts times`).
 DISK = Link(
@@ -78,4 +97,6 @@ DISK = Link(
     back_bytes_per_s=2.0 * _GB,
     latency_ms=0.05,
     issue_ms=0.11,
+    at_once_ms=0.08,
+    at_once_bytes=AT_ONCE_BYTES,
 )

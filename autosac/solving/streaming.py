@@ -125,8 +125,8 @@ class Streaming:
         waits_ms = (out_ms - (passed_ms - first_ms).clip(0)).clip(0)
         waits_ms += (back_ms - (last_ms - passed_ms).clip(0)).clip(0)
         fewest = int(np.searchsorted(self._largest_bytes, missing_bytes.max()))
-        busy_ms = unit.followed_ms + unit.link.issued_ms(fewest)
-        return float(waits_ms.max()) + busy_ms
+        issued_ms = 2 * min(unit.link.issued_ms([s.nbytes]) for s in unit.streams)
+        return float(waits_ms.max()) + unit.followed_ms + fewest * issued_ms
 
     @cached_property
     def _largest_bytes(self) -> IntArray:

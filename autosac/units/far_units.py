@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import fsum
@@ -45,12 +45,16 @@ class _Hidden:
     out_ms: float
     back_ms: float
 
-    def waits_ms(self, num_bytes: int, num_copies: int) -> float:
-        """Time that a step waits for copies out and back, and is busy with them."""
-        moved = num_bytes, num_copies
+    def waits_ms(self, sizes: Sequence[int]) -> float:
+        """Time that a step waits for copies out and back, and is busy with them.
+
+        Args:
+            sizes: Bytes of each tensor that is moved.
+        """
+        moved = sum(sizes), len(sizes)
         back_ms = self.link.back_ms(*moved, self.back_ms)
         out_ms = self.link.out_ms(*moved, self.out_ms)
-        return out_ms + back_ms + self.link.issued_ms(num_copies)
+        return out_ms + back_ms + 2 * self.link.issued_ms(sizes)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,7 +64,7 @@ class FarUnit(Unit):
     Attributes:
         far: Storages of these arguments,
         far_places: their places among those of all arguments,
-        arguments_bytes: and their size.
+        sizes: Bytes of all storages that may be moved.
         results: Groups whose results lie there as well if they are saved.
         let_go: Tick at which the program lets go of all that,
         until: and FQN of the module whose call ends then.
@@ -71,7 +75,7 @@ class FarUnit(Unit):
 
     far: tuple[int, ...]
     far_places: tuple[int, ...]
-    arguments_bytes: int
+    sizes: Mapping[int, int]
     results: tuple[int, ...] = ()
     let_go: int
     until: str
@@ -87,9 +91,13 @@ class FarUnit(Unit):
         return self.far_places, self.fetched is not None, bool(self.results)
 
     def waits_ms(self, policy: Policy) -> float:
-        groups = [self.groups[g] for g in self._moved(policy)]
-        num_copies = len(self.far) + sum(len(group.storages) for group in groups)
-        return self.hidden.waits_ms(self.far_bytes(policy), num_copies)
+        results = [s for g in self._moved(policy) for s in self.groups[g].storages]
+        return self.hidden.waits_ms([self.sizes[s] for s in (*self.far, *results)])
+
+    @property
+    def arguments_bytes(self) -> int:
+        """Bytes of the arguments that are moved."""
+        return sum(self.sizes[s] for s in self.far)
 
     def far_bytes(self, policy: Policy) -> int:
         return self.arguments_bytes + self.results_bytes(policy)
@@ -195,12 +203,13 @@ def _twins(
     for fetched, back_ms, results in kinds:
         ticks = let_go - unit.call.exit, fetched and unit.trigger - fetched
         hidden = _Hidden(link, out_ms, back_ms)
+        moved = (*far, *(s for g in results for s in unit.groups[g].storages))
         yield unit.as_kind(
             FarUnit,
             key=("far", unit.key, places, results, ticks, hidden),
             far=far,
             far_places=places,
-            arguments_bytes=sum(tape.storages[s].nbytes for s in far),
+            sizes={s: tape.storages[s].nbytes for s in moved},
             results=results,
             let_go=let_go,
             until=until.fqn,
@@ -323,8 +332,8 @@ def _bytes_of(twin: FarUnit) -> int:
 
 def _dearness(twin: FarUnit) -> float:
     """What a step waits for a byte of its arguments."""
-    nbytes = twin.arguments_bytes
-    return twin.hidden.waits_ms(nbytes, len(twin.far)) / nbytes
+    sizes = [twin.sizes[s] for s in twin.far]
+    return twin.hidden.waits_ms(sizes) / sum(sizes)
 
 
 def _is_movable(

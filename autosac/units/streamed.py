@@ -139,7 +139,8 @@ class StreamedModel(Unit):
 
     def waits_ms(self, policy: Policy) -> float:
         if policy not in self.known_waits_ms:
-            issued_ms = self.link.issued_ms(len(moved(policy)))
+            sizes = [self.streams[k].nbytes for k in moved(policy)]
+            issued_ms = 2 * self.link.issued_ms(sizes)
             self.known_waits_ms[policy] = self._play(policy) + issued_ms
         return self.known_waits_ms[policy]
 

@@ -103,7 +103,7 @@ CONVOLUTIONS = Recipe(
 
 def _on_free_link(profile):
     """The step where it pays to move tensors as small as these."""
-    link = replace(profile.device.link, issue_ms=0.0)
+    link = profile.device.link.without_issue
     return replace(profile, device=replace(profile.device, link=link))
 
 
