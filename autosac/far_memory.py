@@ -185,7 +185,11 @@ class FarMemory:
         device = (source if way == "out" else target).device
         if device.type != "cuda":
             # In a list: executors hold arguments a moment longer than the work lasts.
-            return _Thread(self.executor(way).submit(_copy, [target, source], self))
+            box = [target, source]
+            if source.nbytes <= self.at_once_bytes:
+                _copy(box, self)
+                return _DONE
+            return _Thread(self.executor(way).submit(_copy, box, self))
         stream = self.stream(device, way)
         stream.wait_stream(torch.cuda.current_stream(device))
         with _compat.no_modes(), torch.no_grad(), torch.cuda.stream(stream):
@@ -248,6 +252,19 @@ class FarMemory:
         if (device, way) not in self._streams:
             self._streams[device, way] = torch.cuda.Stream(device)
         return self._streams[device, way]
+
+
+class _Done:
+    """A copy that the program has made."""
+
+    def wait(self) -> None:
+        """As `Copy.wait`."""
+
+    def settle(self) -> None:
+        """As `Copy.settle`."""
+
+
+_DONE = _Done()
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,8 +381,7 @@ class _Threaded(_Buffered):
             return
         self.wait()
         assert self._buffer is not None
-        with _compat.no_modes():
-            _copy([target, self._buffer], self._memory)
+        _copy([target, self._buffer], self._memory)
 
     def release(self) -> None:
         """As `Sent.release`; a copy that still runs ends first."""
@@ -381,7 +397,7 @@ class _Threaded(_Buffered):
 
 def _copy(box: list[torch.Tensor], memory: FarMemory) -> None:
     source, target = box.pop(), box.pop()
-    with torch.no_grad():
+    with _compat.no_modes(), torch.no_grad():
         target.copy_(source)
     memory.linger(source.nbytes)
 

@@ -1,10 +1,12 @@
 """Real steps that offload to a fast file, timed beside others: a part of `offload`.
 
 At the peaks of rules and at the floor without offload, forward and backward passes of
-the rule, of the plan without offload and of the one with it take turns, as the machine
-may be busy: only ratios of their medians count. The plain step takes part twice; how
-far its two medians are apart is the noise. A plan that is made as if copies kept the
-program busy for no time shows for how long they do: `Link.issue_ms` is from there.
+the rule, of the plan without offload and of the one with it take turns, and their CPU
+time counts, as the machine may be busy: that of the threads which copy as well, for
+which the step waits at most. Only ratios of medians count. The plain step takes part
+twice; how far its two medians are apart is the noise. A plan that is made as if copies
+kept the program busy for no time shows for how long they do: `Link.issue_ms` is from
+there.
 """
 
 from __future__ import annotations
@@ -76,8 +78,10 @@ def times(names: Sequence[str], _: list[str]) -> Iterator[str]:
     yield "Real forward and backward passes on the CPU, far memory in a file in memory,"
     yield f"whose link was measured: {link.out_bytes_per_s / 1e9:.1f} GB/s there,"
     yield f"{link.back_bytes_per_s / 1e9:.1f} back, {link.latency_ms:.3f} ms a copy."
-    yield f"Medians of {_ROUNDS} rounds in which all take turns, over that of the plain"
-    yield "step, which takes part twice: *noise* is what its second median is off by."
+    own = "in CPU time with that of"
+    yield f"Medians of {_ROUNDS} rounds in which all take turns, {own}"
+    yield "the threads that copy, over that of the plain step, which takes part twice:"
+    yield "*noise* is what its second median is off by."
     yield "*more*: what the plan with offload takes over the faster of rule and plan"
     yield "without. *unpriced*: a plan with offload made as if copies kept the program"
     yield "busy for no time; *busy*, where it streams the model: what its steps take"
@@ -185,13 +189,13 @@ def _run(work: Workload, change: Callable[[nn.Module], object]) -> Run:
 
 
 def _medians(runs: dict[tuple[str, str], Run]) -> dict[tuple[str, str], float]:
-    """Median milliseconds of each, all of which take turns."""
+    """Median milliseconds of CPU time of each, all of which take turns."""
     taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
     gc.collect()
     for number in range(-_WARM_UP, _ROUNDS):
         for key, run in runs.items():
-            begin = time.perf_counter()
+            begin = time.process_time()
             run()
             if number >= 0:
-                taken[key].append(1e3 * (time.perf_counter() - begin))
+                taken[key].append(1e3 * (time.process_time() - begin))
     return {key: statistics.median(ms) for key, ms in taken.items()}

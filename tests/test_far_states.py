@@ -243,6 +243,22 @@ def test_every_state_leaves_and_comes_once_a_step(step):
     assert sum(one.back_bytes for one in copies) == nbytes == step.far_state_bytes
 
 
+def test_the_program_is_busy_with_every_tensor_that_leaves_or_comes(step):
+    copies = [op.signature for op in step.tape.ops if isinstance(op.signature, Copies)]
+    busy = replace(step.device.link.without_issue, issue_ms=0.5)
+    free, dear = (
+        autosac.profile(
+            WIDE.model(),
+            WIDE.inputs(),
+            optimizer=lambda own: far(torch.optim.AdamW)(_Parameters(own)),
+            device=replace(step.device, link=link),
+        ).baseline_ms
+        for link in (busy.without_issue, replace(busy, at_once_bytes=0))
+    )
+    number = sum(len(one.out_sizes) + len(one.back_sizes) for one in copies)
+    assert number and dear - free == pytest.approx(0.5 * number)
+
+
 def test_the_step_takes_as_long_as_its_copies(step):
     times = []
     for gb_per_s in (0.1, 1.0, 10.0):

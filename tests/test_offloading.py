@@ -190,6 +190,7 @@ def num_copies(unit, policy):
 def test_copies_back_begin_before_reruns_where_they_are_prefetched(
     planned, lowest, monkeypatch
 ):
+    monkeypatch.setattr(planned[1], "at_once_bytes", 0)
     begun = []
     begin = far_memory._Threaded.begin
 

@@ -14,7 +14,8 @@ from autosac.step.tape import Op, Tape
 def op_ms(op: Op, device: DeviceSpec) -> float:
     """Predicted time of one op in ms; a view costs nothing.
 
-    Copies from and to far memory take as long as those of the slower way.
+    Copies from and to far memory take as long as those of the slower way, and as long
+    as the program is busy with all of them.
     """
     if isinstance(op.signature, Copies):
         return _copies_ms(op.signature, device)
@@ -73,10 +74,10 @@ def _copies_ms(copies: Copies, device: DeviceSpec) -> float:
             f" {device.name} and that are not known: pass a `DeviceSpec` with a `link`"
             " as `device`."
         )
-    return max(
-        link.out_ms(copies.out_bytes, copies.num_out),
-        link.back_ms(copies.back_bytes, copies.num_back),
-    )
+    sizes = copies.out_sizes, copies.back_sizes
+    out_ms = link.out_ms(copies.out_bytes, len(copies.out_sizes))
+    back_ms = link.back_ms(copies.back_bytes, len(copies.back_sizes))
+    return max(out_ms, back_ms) + sum(map(link.issued_ms, sizes))
 
 
 def tape_ms(tape: Tape, device: DeviceSpec) -> tuple[float, ...]:

@@ -185,6 +185,7 @@ class GraphReader:
             movable=frozenset(v for v in self._tensors if self._may_move(v)),
             out_ms=tuple(link.out_ms(size, 1) for size in sizes),
             back_ms=tuple(link.back_ms(size, 1) for size in sizes),
+            busy_ms=tuple(2 * link.issued_ms([size]) for size in sizes),
             host_bytes=host_bytes,
         )
 

@@ -52,16 +52,22 @@ class Copies:
     """Copies between a device and its far memory, one beside the other.
 
     Attributes:
-        out_bytes: Bytes that leave the device,
-        num_out: in so many tensors.
-        back_bytes: Bytes that come back,
-        num_back: likewise.
+        out_sizes: Bytes of each tensor that leaves the device,
+        back_sizes: and of each that comes back.
     """
 
-    out_bytes: int
-    num_out: int
-    back_bytes: int
-    num_back: int
+    out_sizes: tuple[int, ...]
+    back_sizes: tuple[int, ...]
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes that leave the device."""
+        return sum(self.out_sizes)
+
+    @property
+    def back_bytes(self) -> int:
+        """Bytes that come back."""
+        return sum(self.back_sizes)
 
 
 def signature(func: Any, args: Any, kwargs: Any) -> Signature:

@@ -44,7 +44,7 @@ def _note(
     start, made = recorder.tick(), recorder.tick()
     for tensor in coming:
         recorder.rename(tensor, "optimizer")
-    copies = Copies(_bytes(leaving), len(leaving), _bytes(coming), len(coming))
+    copies = Copies(_sizes(leaving), _sizes(coming))
     if recorder.only_storages:
         return
     recorder.ops.append(
@@ -70,5 +70,5 @@ def _note(
     )
 
 
-def _bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+def _sizes(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor.nbytes for tensor in tensors)

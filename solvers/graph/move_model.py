@@ -1,9 +1,10 @@
 """The MILP of a graph whose values may be moved: `model.py`, and what moves take.
 
 The memory of a row is that of late moves (`moving.py`): no other places take less. Time
-is what the step waits for copies at least, wherever values are freed and made again:
+is what the step waits for copies at least, wherever values are freed and made again,
+and b_v for which it is busy with those of a value:
 
-minimize    sum_o t_o x_o + E + F
+minimize    sum_o t_o x_o + E + F + sum_v b_v a_v
 subject to  E >= sum_{v made by i and later} out_v a_v - time of forward after i   (11)
             F >= sum_{v read by step t} back_v a_v - time of steps before t
                  - sum_{o may run again by step t} t_o x_o                         (12)
@@ -70,6 +71,9 @@ class MoveModel(GraphModel):
         if self.moved:
             self._waits = self._waited_out(), self._waited_back()
             total += sum(self._waits) * self.time_scale
+        if self.moved and self.moves_of.busy_ms:
+            busy = [(a, self.moves_of.busy_ms[v]) for v, a in self.moved.items()]
+            total += pulp_models.row(busy) * self.time_scale
         return total
 
     def add_row(self, position: Position) -> None:

@@ -87,7 +87,8 @@ def _best_change(
 
 def _rough_ms(problem: MoveProblem, choice: Choice) -> float:
     copies_ms = sum(problem.out_ms[v] + problem.back_ms[v] for v in choice.moved)
-    return recompute_ms(problem.graph, choice.kept) + _SHARE_EXPOSED * copies_ms
+    own_ms = problem.all_busy_ms(choice.moved) + _SHARE_EXPOSED * copies_ms
+    return recompute_ms(problem.graph, choice.kept) + own_ms
 
 
 def _changes_at(problem: MoveProblem, step: MovedStep, place: int) -> list[Choice]:

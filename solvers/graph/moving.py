@@ -8,7 +8,8 @@ begins: its *fetch*, at the latest with the step for which it is read first. The
 reader waits for it.
 
 So memory depends on places alone. Time is played: copies out follow one another, copies
-back too, and the step waits where it says above; all that it waits is *exposed*.
+back too, and the step waits where it says above; all that it waits is *exposed*, with
+the time for which it is busy with the copies themselves.
 
 *Late* moves take the least memory: released after the last op that reads the value,
 fetched where it is read. `moves` puts the two apart as far as copies ask for and the
@@ -42,6 +43,8 @@ class MoveProblem:
         movable: Values that may be moved; backward reads them.
         out_ms: Time that it takes to copy each value out,
         back_ms: and back.
+        busy_ms: Time for which the step does nothing else if a value is moved, of each;
+            empty if that is none.
         host_bytes: Most bytes in far memory; None for as many as one likes.
     """
 
@@ -50,6 +53,7 @@ class MoveProblem:
     movable: frozenset[int]
     out_ms: tuple[float, ...]
     back_ms: tuple[float, ...]
+    busy_ms: tuple[float, ...] = ()
     host_bytes: int | None = None
 
     def __post_init__(self) -> None:
@@ -66,6 +70,10 @@ class MoveProblem:
     def far_bytes(self, moved: Iterable[int]) -> int:
         """What lies in far memory."""
         return sum(self.graph.value_bytes[v] for v in moved)
+
+    def all_busy_ms(self, moved: Iterable[int]) -> float:
+        """Time for which the step does nothing but begin copies."""
+        return math.fsum(self.busy_ms[v] for v in moved) if self.busy_ms else 0.0
 
     def holds(self, moved: Iterable[int]) -> bool:
         """Whether far memory has room for it."""
@@ -108,7 +116,7 @@ class MovePlan:
         moved_bytes: Bytes in far memory.
         peak_bytes: Of the step.
         recompute_ms: Time of what runs again,
-        exposed_ms: and for which the step waits.
+        exposed_ms: and for which the step waits for copies, or is busy with them.
     """
 
     choice: Choice
@@ -198,10 +206,12 @@ class MovedStep:
         return ends - ms, ends
 
     def exposed_ms(self, moves: Mapping[int, Move]) -> float:
-        """For how long the step waits for copies."""
+        """For how long the step waits for copies, or is busy with them."""
         if not moves:
             return 0.0
-        return self._waits_for_copies_out(moves) + self._waits_for_copies_back(moves)
+        waits_ms = self._waits_for_copies_out(moves)
+        waits_ms += self._waits_for_copies_back(moves)
+        return waits_ms + self.problem.all_busy_ms(moves)
 
     def _waits_for_copies_out(self, moves: Mapping[int, Move]) -> float:
         _, ends = self._times

@@ -65,7 +65,8 @@ def waited_ms(problem, choice, moves, fetch_order):
             ms = problem.step_ms[number] if is_step else graph.runtime_ms[number]
             now, computed = now + ms, computed + ms
     assert not awaited
-    return now - computed
+    busy_ms = sum(problem.busy_ms[v] for v in moves) if problem.busy_ms else 0.0
+    return now - computed + busy_ms
 
 
 def every_choice(problem):

@@ -39,6 +39,7 @@ def move_problems(draw, *, most=4):
         movable=frozenset(movable),
         out_ms=times(num_values),
         back_ms=times(num_values),
+        busy_ms=draw(st.sampled_from([(), times(num_values)])),
         host_bytes=draw(st.sampled_from([None, None, 3 * MIB, 6 * MIB])),
     )
 
