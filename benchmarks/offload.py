@@ -100,7 +100,7 @@ class Slow:
         forward = model.__dict__["forward"]
         assert isinstance(forward, batch_variants.BatchForward)
         for step in forward.steps:
-            step.memory = FarMemory(bytes_per_s=SLOW_BYTES_PER_S)
+            step.memory = FarMemory(bytes_per_s=SLOW_BYTES_PER_S, at_once_bytes=0)
 
 
 def real(names: list[str], broken: list[str]) -> Iterator[str]:

@@ -93,7 +93,7 @@ def _row(work: Workload, kind: str, make: Any, broken: list[str]) -> str:
 
     def slow(model: nn.Module) -> Any:
         optimizer = far(model)
-        optimizer.memory = FarMemory(bytes_per_s=SLOW_BYTES_PER_S)
+        optimizer.memory = FarMemory(bytes_per_s=SLOW_BYTES_PER_S, at_once_bytes=0)
         return optimizer
 
     steps = {name: _profiled(work, one) for name, one in (("", plain), ("far", far))}

@@ -167,7 +167,7 @@ def test_three_planned_steps_have_the_bits_of_the_plain_ones(name):
 def test_slow_copies_give_the_same_peak(name):
     def slow(model):
         optimizer = far(OPTIMIZERS[name])(model)
-        optimizer.memory = FarMemory(bytes_per_s=SLOW_BYTES_PER_S)
+        optimizer.memory = FarMemory(bytes_per_s=SLOW_BYTES_PER_S, at_once_bytes=0)
         return optimizer
 
     step = profiled(WIDE, far(OPTIMIZERS[name]))

@@ -286,6 +286,7 @@ def test_compiled_steps_keep_budgets_below_the_floor_with_every_bit(kind):
         for rate in RATES:
             if rate is not None:
                 memory_of(compiled).bytes_per_s = rate
+                memory_of(compiled).at_once_bytes = 0  # threads copy
                 model.load_state_dict(made(kind)[0].state_dict())
             state, peak = trained(compiled, model, inputs)
             (plan,) = autosac.compiled_plans(compiled)
@@ -321,7 +322,8 @@ def fails_in_backward(compiled, model, inputs):
 
     loss = compiled(inputs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(far_memory._Threaded, "fetch", fail)
+        for kind in (far_memory._AtOnce, far_memory._Threaded):
+            patch.setattr(kind, "fetch", fail)
         with pytest.raises(ZeroDivisionError):
             loss.backward()
     # PyTorch itself holds a part of the graph that failed until the next backward pass.

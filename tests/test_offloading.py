@@ -87,7 +87,8 @@ class Applied:
 
     def apply(self, model):
         step = installing.Step()
-        step.memory = FarMemory(bytes_per_s=self.bytes_per_s)
+        threads = {} if self.bytes_per_s is None else {"at_once_bytes": 0}
+        step.memory = FarMemory(bytes_per_s=self.bytes_per_s, **threads)
         installing.install(model, self.policies, step)
         return step
 
@@ -132,11 +133,13 @@ def lowest(step, request):
     return {**chosen, **saved}
 
 
-@pytest.fixture
-def planned(step, lowest):
-    """A model under the plan of least peak, and its far memory."""
+@pytest.fixture(params=[0, 2**19])
+def planned(step, lowest, request):
+    """A model under the plan of least peak, and its far memory; threads copy or not."""
     model = STEPS["blocks"].model()
-    return model, applied(step, lowest).apply(model).memory
+    memory = applied(step, lowest).apply(model).memory
+    memory.at_once_bytes = request.param
+    return model, memory
 
 
 @pytest.mark.slow_but_fifth
