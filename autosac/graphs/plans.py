@@ -48,7 +48,8 @@ class GraphPlan(Summarized):
         offloaded: Names of the forward nodes whose results lie in far memory for a
             while,
         offloaded_bytes: their bytes,
-        exposed_ms: and for how long the step waits for copies of them.
+        exposed_ms: and for how long the step waits for copies of them, or is busy with
+            them.
         far_memory: Where they lie; None where nothing is offloaded.
     """
 

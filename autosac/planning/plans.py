@@ -54,7 +54,7 @@ class Plan(Summarized):
             simulated on the tape.
         baseline_peak_bytes: Predicted peak of a step without it.
         recompute_ms: Predicted time a step spends on recomputation, and on waiting for
-            what was offloaded.
+            what was offloaded; on the CPU with what the program takes to follow units.
         step_ms: Predicted time of a step's kernels, recomputation included.
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
             their Pareto-optimal save sets, in the MILP's memory model: on the CPU that
