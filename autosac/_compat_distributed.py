@@ -242,6 +242,16 @@ def sharding_mesh(mesh: DeviceMesh, inner: str) -> DeviceMesh:
     return DeviceMesh._concatenate([mesh["replicate"], both])
 
 
+def packed_shard(dimension: int) -> Any:
+    """How a tensor is placed that packs two: each rank has its part of both.
+
+    What ranks would have of it if others shared the two (`_StridedShard`).
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard  # slow to import
+
+    return _StridedShard(dimension, split_factor=2)
+
+
 @contextlib.contextmanager
 def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
     """This process is one of many ranks; collectives do nothing."""

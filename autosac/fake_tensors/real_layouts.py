@@ -65,7 +65,16 @@ def _grouped_mm(
     """Rows of 16 bytes' multiples (aten/src/ATen/native/GroupedMMUtils.h, torch 2.14).
 
     The fake kernel refuses float32, and pads no rows where PyTorch has no CUDA.
+
+    Raises:
+        RuntimeError: Rows of an argument are not such.
     """
+    for given in (left, right):
+        row_bytes = max(given.stride()[-2:]) * given.itemsize
+        if row_bytes % 16:
+            raise RuntimeError(
+                f"grouped_mm takes rows of a multiple of 16 bytes, and has {row_bytes}"
+            )
     size = [left.shape[-2], right.shape[-1]]
     if left.dim() == right.dim():
         groups = left.shape[0] if left.dim() == 3 or offsets is None else len(offsets)

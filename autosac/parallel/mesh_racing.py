@@ -18,12 +18,13 @@ from torch.distributed import is_initialized
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import ContextParallel
+from autosac.parallel.tp_checks import check
 from autosac.parallel.tp_finding import find_styles, with_divided_loss
-from autosac.parallel.tp_styles import TensorParallel, check, expanded
+from autosac.parallel.tp_styles import TensorParallel, expanded
 from autosac.quantities import format_bytes, format_ms
 
 Division = TensorParallel | ContextParallel
-TpPlan = Mapping[str, str] | Literal["tensor", "sequence"] | None
+TpPlan = Mapping[str, str] | Literal["tensor", "sequence", "expert"] | None
 
 
 class MeshPlan(Protocol):
@@ -271,23 +272,30 @@ def divisions(
         found.append(find_styles(model))
     elif tp_plan == "sequence":
         found.append(find_styles(model, sequence=True))
+    elif tp_plan == "expert":
+        found.append(find_styles(model, whole_experts=True))
+        found += _if_known(model, sequence=True, whole_experts=True)
     else:
         raise ArgumentError(
-            f"`tp_plan` must be a dict of styles, 'tensor' or 'sequence', got"
+            f"`tp_plan` must be a dict of styles, 'tensor', 'sequence' or 'expert', got"
             f" {tp_plan!r}."
         )
     if tp_plan is None:
-        found += _if_known(model)
+        found += _if_known(model, sequence=True)
+        found += _if_known(model, whole_experts=True)
+        found += _if_known(model, sequence=True, whole_experts=True)
     if loss_parallel:
         found = list(map(with_divided_loss, found))
-    for styles in found:
-        check(model, styles, degree)
-    return [TensorParallel(degree=degree, styles=styles) for styles in found]
+    tensors = [TensorParallel(degree=degree, styles=styles) for styles in found]
+    if not any(tensor.divides_experts for tensor in tensors):
+        for styles in found:
+            check(model, styles, degree)
+    return tensors  # those of experts may be divisible in one way only: ranks see
 
 
-def _if_known(model: nn.Module) -> list[dict[str, str]]:
-    """Styles with parts of the sequence between blocks, if they are known."""
+def _if_known(model: nn.Module, **kind: bool) -> list[dict[str, str]]:
+    """Styles of a kind, as `find_styles` takes it, if they are known."""
     try:
-        return [find_styles(model, sequence=True)]
+        return [find_styles(model, **kind)]
     except ArgumentError:
         return []

@@ -14,14 +14,19 @@ from typing import Any
 from torch import nn
 
 from autosac.errors import ArgumentError, UnsupportedError
-from autosac.parallel.tp_styles import (
+from autosac.parallel.tp_checks import (
+    OF_EXPERTS,
     OF_HEADS,
-    STYLES,
+    PARAMETER_DIMENSIONS,
+    WHOLE_EXPERTS,
+    WIDE_EXPERTS,
     Styles,
     counts_can_be_local,
-    expanded,
     head_counts_read,
+    is_of_parameter,
+    takes_routes,
 )
+from autosac.parallel.tp_styles import STYLES, expanded
 
 # Names of linear layers in one module: those that are cut by rows, and by columns.
 _PAIRS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
@@ -50,18 +55,24 @@ _HEADS = ("lm_head", "output", "head")
 _ELEMENTWISE = (nn.GELU, nn.ReLU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Dropout, nn.Identity)
 
 
-def find_styles(model: nn.Module, *, sequence: bool = False) -> dict[str, str]:
+def find_styles(
+    model: nn.Module, *, sequence: bool = False, whole_experts: bool = False
+) -> dict[str, str]:
     """FQN -> style of every module that takes part in tensor parallelism.
 
     Args:
         model: Any model; it is not changed.
         sequence: Between the blocks each rank has a part of the sequence.
+        whole_experts: Ranks have whole experts of mixtures instead of parts of each.
 
     Raises:
-        ArgumentError: Nothing in it is known; or sequences cannot be cut in it.
+        ArgumentError: Nothing in it is known; or sequences cannot be cut in it; or it
+            has no experts that skip rows of others.
         UnsupportedError: It brings a style along that is not executed here.
     """
-    styles = _brought(model) or _by_name(model)
+    styles = {**_experts(model), **(_brought(model) or _by_name(model))}
+    if whole_experts:
+        styles = _with_whole_experts(model, styles)
     if not styles:
         raise ArgumentError(
             f"No module of {type(model).__name__} is known to be divisible for tensor"
@@ -99,12 +110,21 @@ def _brought(model: nn.Module) -> dict[str, str]:
     plan: Any = getattr(model, "tp_plan", None)
     if not isinstance(plan, dict):
         return {}
-    names = [fqn for fqn, _ in model.named_modules()]
+    modules = dict(model.named_modules())
+    names = list(modules)
+    for pattern, style in plan.items():
+        if style in OF_EXPERTS:
+            names += (
+                f"{fqn}.{name}"
+                for fqn, module in modules.items()
+                if _is_named(fqn, pattern)
+                for name, _ in module.named_parameters()
+            )
     styles = {}
     for pattern, style in plan.items():
-        if not any(_is_named(fqn, pattern) for fqn in names):
+        if not any(_is_named(name, pattern) for name in names):
             continue
-        if style not in STYLES:
+        if style not in STYLES and style not in PARAMETER_DIMENSIONS:
             raise UnsupportedError(
                 f"The model's own `tp_plan` gives {pattern!r} the style {style!r},"
                 " which is not executed here; pass `tp_plan` with styles of"
@@ -231,6 +251,49 @@ def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
 
 
+# --- experts ------------------------------------------------------------------
+
+
+def _experts(model: nn.Module) -> dict[str, str]:
+    """Experts of Transformers, by what says how their parameters are laid out."""
+    styles: dict[str, str] = {}
+    for fqn, module in model.named_modules():
+        own = _of_experts(module) if takes_routes(module) else {}
+        if own and own.keys() == {name for name, _ in module.named_parameters()}:
+            styles[fqn] = WIDE_EXPERTS
+            styles |= {f"{fqn}.{name}": style for name, style in own.items()}
+    return styles
+
+
+def _of_experts(module: Any) -> dict[str, str]:
+    """Name of each parameter that experts may have -> its style."""
+    up, down = ("colwise", "rowwise")[:: -1 if module.is_transposed else 1]
+    if not module.has_gate:
+        return {"up_proj": up, "down_proj": down}
+    packed = "packed_" if module.is_concatenated else ""  # else in turns
+    return {"gate_up_proj": f"{packed}{up}", "down_proj": down}
+
+
+def _with_whole_experts(model: nn.Module, styles: Styles) -> dict[str, str]:
+    """The same styles with whole experts on each rank.
+
+    Raises:
+        ArgumentError: There are no experts that skip rows of others.
+    """
+    own = expanded(styles, model) if styles else {}
+    experts = {fqn: m for fqn, m in model.named_modules() if takes_routes(m)}
+    if not experts:
+        raise ArgumentError(
+            "Experts of Transformers can be shared as wholes (`tp_plan='expert'`), and"
+            f" {type(model).__name__} has none: leave that out."
+        )
+    for fqn, module in experts.items():
+        own[fqn] = WHOLE_EXPERTS
+        for name, _ in module.named_parameters():
+            own[f"{fqn}.{name}"] = "grouped_gemm"
+    return own
+
+
 # --- sequences ----------------------------------------------------------------
 
 
@@ -241,16 +304,23 @@ def _by_sequence(model: nn.Module, styles: Styles) -> dict[str, str]:
         ArgumentError: The model is not a list of blocks with a norm after it.
     """
     own = expanded(styles, model)
-    rows = [fqn for fqn, style in own.items() if style == "rowwise"]
-    lists = {_list_around(model, fqn) for fqn in rows}
+    rows = [
+        fqn
+        for fqn, style in own.items()
+        if style == "rowwise" and not is_of_parameter(fqn, own)
+    ]
+    experts = [fqn for fqn, style in own.items() if style in OF_EXPERTS]
+    lists = {_list_around(model, fqn) for fqn in (*rows, *experts)}
     around = lists.pop() if len(lists) == 1 else None
     if around is None:
         raise _no_sequences("its divided modules do not lie in one list of blocks")
-    own.update(dict.fromkeys(rows, "rowwise_to_sequence"))
     blocks = list(model.get_submodule(around).named_children())
     own[f"{around}.{blocks[0][0]}"] = "whole_to_sequence"
     for name, block in blocks:
         own.update(_of_block(f"{around}.{name}", block, own))
+    routed = tuple(f"{n}." for n, style in own.items() if style == "sequence_around")
+    rows = [fqn for fqn in rows if not fqn.startswith(routed)]
+    own.update(dict.fromkeys(rows, "rowwise_to_sequence"))
     own[_norm_after(model, around)] = "sequence_parallel_gather_output"
     return own
 
@@ -266,11 +336,19 @@ def _list_around(model: nn.Module, fqn: str) -> str | None:
 
 
 def _of_block(fqn: str, block: nn.Module, own: Styles) -> dict[str, str]:
-    """Styles of a block's children: norms see a part, what is divided gets all."""
+    """Styles of a block's children: norms see a part, what is divided gets all.
+
+    What routes tokens to experts hands on a part of what it makes of all.
+    """
     styles = {}
     for name, child in _trained(block):
         inside = f"{fqn}.{name}"
-        if any(other.startswith(f"{inside}.") for other in own):
+        among = [n for n in own if n.startswith(f"{inside}.")]
+        if own.get(inside) in OF_EXPERTS:
+            raise _no_sequences(f"what routes to `{inside}` is a block")
+        if any(own[n] in OF_EXPERTS for n in among):
+            styles[inside] = "sequence_around"
+        elif among:
             styles[inside] = "sequence_to_whole"
         elif all(parameter.dim() == 1 for parameter in child.parameters()):
             styles[inside] = "sequence_parallel"

@@ -31,14 +31,23 @@ A part of the sequence (dimension 1) between modules instead of the whole:
     rowwise_to_sequence              columns           a part            of sequence
     sequence_to_whole                (of its children) of sequence       its own
     whole_to_sequence                (of its children) whole             its own
+    sequence_around                  (of its children) of sequence       of sequence
+
+`sequence_around` is for modules that route tokens: all of a sequence inside.
+
+Mixtures of experts (`tp_experts`), whose parameters have styles as well:
+
+    moe_tp_experts                   (of its own)      whole             whole
+    ep_dispatch_experts              (of its own)      whole             whole
+    parameters of the first: colwise, rowwise: the last dimension but one, the last one;
+      packed_colwise, packed_rowwise: likewise, of each of two in one
+    parameters of the second: grouped_gemm: whole experts
 """
 
 from __future__ import annotations
 
 import fnmatch
-import inspect
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -59,8 +68,17 @@ from torch.distributed.tensor.parallel import (
 
 from autosac._compat_distributed import is_loss_parallel
 from autosac.errors import ArgumentError
-
-Styles = Mapping[str, str]
+from autosac.parallel.tp_checks import (
+    HEAD_COUNTS,
+    OF_EXPERTS,
+    PARAMETER_DIMENSIONS,
+    WHOLE_EXPERTS,
+    Styles,
+    check,
+    is_of_parameter,
+    parameter_styles,
+)
+from autosac.parallel.tp_experts import Experts
 
 _SEQUENCE = 1  # dimension
 _HEADS = 2
@@ -115,7 +133,7 @@ class _LocalHeads(ParallelStyle):
     """Lets the attributes of a module that count heads count those of the rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        for name in _HEAD_COUNTS:
+        for name in HEAD_COUNTS:
             number = getattr(module, name, None)
             if isinstance(number, int):
                 setattr(module, name, number // device_mesh.size())
@@ -134,6 +152,20 @@ class _GatheredSequence(SequenceParallel):
             output_layouts=Shard(_SEQUENCE), desired_output_layouts=Replicate()
         )
         return whole._apply(module, device_mesh)
+
+
+class _AroundSequence(_FirstArgument):
+    """Gives a module the whole sequence, and what follows a part of its output."""
+
+    def __init__(self) -> None:
+        super().__init__(Shard(_SEQUENCE), Replicate(), is_plain=True)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        super()._apply(module, device_mesh)
+        own_part = PrepareModuleOutput(
+            output_layouts=Replicate(), desired_output_layouts=Shard(_SEQUENCE)
+        )
+        return own_part._apply(module, device_mesh)
 
 
 class _LossParallel(ColwiseParallel):
@@ -182,12 +214,11 @@ _MAKE: dict[str, Callable[[], ParallelStyle]] = {
     "whole_to_sequence": lambda: _FirstArgument(
         Replicate(), Shard(_SEQUENCE), is_plain=True
     ),
+    "sequence_around": _AroundSequence,
 }
-STYLES = tuple(_MAKE)
-OF_HEADS = ("colwise_gather_output", "loss_parallel")
-_OF_ROWS = ("colwise", *OF_HEADS)
-_OF_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_to_sequence")
+STYLES = (*_MAKE, *OF_EXPERTS)
 _OF_SEQUENCE = frozenset(name for name in STYLES if "sequence" in name)
+_OF_EXPERTS = frozenset(OF_EXPERTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,15 +244,27 @@ class TensorParallel:
         return not _OF_SEQUENCE.isdisjoint(self.styles.values())
 
     @property
+    def divides_experts(self) -> bool:
+        """Whether ranks share experts of a mixture, or parts of each."""
+        return not _OF_EXPERTS.isdisjoint(self.styles.values())
+
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether a rank has whole experts of a mixture."""
+        return WHOLE_EXPERTS in self.styles.values()
+
+    @property
     def divides_loss(self) -> bool:
         """Whether logits stay divided, and the loss is computed on parts of them."""
         return "loss_parallel" in self.styles.values()
 
     def __str__(self) -> str:
+        num_modules = sum(not is_of_parameter(fqn, self.styles) for fqn in self.styles)
         kind = " and sequence" * self.cuts_sequences
+        kind += " and expert" * self.has_whole_experts
         loss = "; logits stay divided: train under `loss_parallel()`"
         return (
-            f"{len(self.styles)} modules with styles of tensor{kind} parallelism over"
+            f"{num_modules} modules with styles of tensor{kind} parallelism over"
             f" {self.degree} ranks of a node, which see one batch together"
             + loss
             * self.divides_loss
@@ -272,6 +315,8 @@ def _check_seeds(mesh: DeviceMesh) -> None:
 def expanded(styles: Styles, model: nn.Module) -> dict[str, str]:
     """FQN of each module that has a style -> the style, in the model's order.
 
+    Those of parameters of experts follow the module's.
+
     Args:
         styles: Styles by FQN or pattern such as ``"blocks.*.mlp.up"``; of several that
             match the last one counts.
@@ -280,25 +325,52 @@ def expanded(styles: Styles, model: nn.Module) -> dict[str, str]:
     Raises:
         ArgumentError: A style is unknown, or a pattern matches nothing.
     """
-    names = [fqn for fqn, _ in model.named_modules()]
-    known = set(names)
-    found: dict[str, str] = {}
-    for pattern, style in styles.items():
-        if style not in _MAKE:
-            raise ArgumentError(
-                f"`tp_plan` gives {pattern!r} the style {style!r}, which is not known;"
-                f" use one of {', '.join(STYLES)}."
-            )
-        matching = [pattern]
-        if pattern not in known:
-            matching = [fqn for fqn in names if fnmatch.fnmatchcase(fqn, pattern)]
-        if not matching:
+    _check_known(styles)
+    modules = dict(model.named_modules())
+    found = _matched(styles, modules, STYLES)
+    own = {
+        fqn: [f"{fqn}.{name}" for name, _ in modules[fqn].named_parameters()]
+        for fqn, style in found.items()
+        if style in OF_EXPERTS
+    }
+    parameters = dict.fromkeys(name for names in own.values() for name in names)
+    found |= _matched(styles, parameters, PARAMETER_DIMENSIONS)
+    names = dict.fromkeys(name for fqn in modules for name in (fqn, *own.get(fqn, ())))
+    for pattern in styles:
+        if not _matching(pattern, names):
             raise ArgumentError(
                 f"`tp_plan` has {pattern!r}, which matches no module: use names from"
                 " `model.named_modules()`, or patterns of them."
             )
-        found.update(dict.fromkeys(matching, style))
     return {fqn: found[fqn] for fqn in names if fqn in found}
+
+
+def _check_known(styles: Styles) -> None:
+    known = dict.fromkeys((*STYLES, *PARAMETER_DIMENSIONS))
+    for pattern, style in styles.items():
+        if style not in known:
+            raise ArgumentError(
+                f"`tp_plan` gives {pattern!r} the style {style!r}, which is not known;"
+                f" use one of {', '.join(known)}."
+            )
+
+
+def _matched(
+    styles: Styles, names: Collection[str], known: Container[str]
+) -> dict[str, str]:
+    """The style of each name that has one of those that are known."""
+    return {
+        name: style
+        for pattern, style in styles.items()
+        if style in known
+        for name in _matching(pattern, names)
+    }
+
+
+def _matching(pattern: str, names: Collection[str]) -> list[str]:
+    if pattern in names:
+        return [pattern]
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def apply(
@@ -323,7 +395,14 @@ def apply(
     check(model, styles, mesh.size())
     shared = _shared_parameters(model)
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
-    plan = {fqn: _MAKE[style]() for fqn, style in styles.items()}
+    kinds: dict[type, type] = {}
+    plan = {
+        fqn: Experts(style, parameter_styles(fqn, styles), kinds)
+        if style in OF_EXPERTS
+        else _MAKE[style]()
+        for fqn, style in styles.items()
+        if not is_of_parameter(fqn, styles)
+    }
     parallelize_module(model, mesh, dict(plan), src_data_rank=src_data_rank)
     _tie_again(model, shared)
     for name, parameter in model.named_parameters():
@@ -354,144 +433,3 @@ def _tie_again(model: nn.Module, shared: list[list[str]]) -> None:
                 )
             owner, _, attribute = name.rpartition(".")
             model.get_submodule(owner).register_parameter(attribute, parameter)
-
-
-# --- what can be divided ------------------------------------------------------
-
-_PACKED = re.compile(
-    r"(qkv|c_attn|in_proj|query_key_value|gate_up|kv_proj|wkv|to_kv)", re.IGNORECASE
-)
-_HEAD_COUNTS = frozenset(
-    {
-        *("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead"),
-        *("num_key_value_heads", "n_kv_heads", "num_kv_heads"),
-        *("n_local_heads", "n_local_kv_heads", "all_head_size", "inner_dim"),
-    }
-)
-_WIDTHS = frozenset({"embed_dim", "hidden_size", "d_model", "n_embd", "dim"})
-_HEAD_SIZES = frozenset(
-    {"head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv"}
-)
-
-
-def head_counts_read(module: nn.Module) -> list[str]:
-    """Attributes that count all heads or their widths, read by a module's forward."""
-    read = _read(module) & (_HEAD_COUNTS | _WIDTHS)
-    return sorted(n for n in read if isinstance(getattr(module, n, None), int))
-
-
-def counts_can_be_local(module: nn.Module) -> bool:
-    """Whether a forward that reads how many heads there are also reads their size.
-
-    Then it is right with fewer of them; else it may take the size from their number.
-    """
-    read = _read(module)
-    return not read & _WIDTHS and bool(read & _HEAD_SIZES)
-
-
-def _read(module: nn.Module) -> frozenset[str]:
-    """Names of attributes that a module's forward reads."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return frozenset(code.co_names) if code else frozenset()
-
-
-def check(model: nn.Module, styles: Styles, degree: int) -> None:
-    """Refuse styles that a model cannot have.
-
-    Raises:
-        ArgumentError: Names the module, and what to change.
-    """
-    for fqn, style in styles.items():
-        module = model.get_submodule(fqn)
-        around = model.get_submodule(fqn.rpartition(".")[0])
-        if style in _OF_ROWS:
-            linear = _of_kind(fqn, module, style, nn.Linear)
-            _check_packed(fqn)
-            _check_divides(fqn, "outputs", linear.out_features, degree)
-            if style == "colwise":
-                name = fqn.rpartition(".")[0]
-                _check_heads(fqn, linear, around, degree)
-                _check_counts(name, around, styles.get(name))
-                _check_norms(name, around, styles)
-        elif style in _OF_COLUMNS:
-            linear = _of_kind(fqn, module, style, nn.Linear)
-            _check_divides(fqn, "inputs", linear.in_features, degree)
-        elif style == "embedding_rowwise":
-            table = _of_kind(fqn, module, style, nn.Embedding)
-            _check_divides(fqn, "entries", table.num_embeddings, degree)
-        elif style == "local_bias":
-            table = _of_kind(fqn, module, style, nn.Embedding)
-            _check_divides(fqn, "heads", table.embedding_dim, degree)
-        elif style == "local_heads":
-            for name in _HEAD_COUNTS:
-                if isinstance(number := getattr(module, name, None), int):
-                    _check_divides(fqn, f"as `{name}`", number, degree)
-
-
-def _of_kind(fqn: str, module: Any, style: str, kind: type) -> Any:
-    if isinstance(module, kind):
-        return module
-    raise ArgumentError(
-        f"`tp_plan` gives `{fqn}` the style {style!r}, which is for"
-        f" torch.nn.{kind.__name__}, and it is a {type(module).__name__}: leave it"
-        " out, or write it as that."
-    )
-
-
-def _check_packed(fqn: str) -> None:
-    if _PACKED.search(fqn.rpartition(".")[2]):
-        raise ArgumentError(
-            f"`{fqn}` packs several projections into one, whose outputs cannot be cut"
-            " into equal parts: make them modules of their own, or leave it out of"
-            " `tp_plan`."
-        )
-
-
-def _check_divides(fqn: str, what: str, number: int, degree: int) -> None:
-    if number % degree:
-        padded = -(-number // degree) * degree
-        raise ArgumentError(
-            f"`{fqn}` has {number} {what}, which tp={degree} does not divide: make"
-            f" that {padded}, take another degree, or leave it out of `tp_plan`."
-        )
-
-
-def _check_heads(fqn: str, linear: nn.Linear, around: nn.Module, degree: int) -> None:
-    """Refuse to cut through heads."""
-    head_dim = getattr(around, "head_dim", None)
-    if isinstance(head_dim, int) and head_dim > 0:
-        num_heads = linear.out_features // head_dim
-        if linear.out_features % head_dim == 0 and num_heads % degree:
-            raise ArgumentError(
-                f"`{fqn}` has {num_heads} heads of {head_dim}, which tp={degree} does"
-                f" not divide: take a degree that divides {num_heads}, or leave the"
-                " attention out of `tp_plan`."
-            )
-
-
-def _check_counts(name: str, around: nn.Module, style: str | None) -> None:
-    """Refuse a forward that counts all heads, unless what counts them is changed."""
-    counts = head_counts_read(around)
-    if counts and style != "local_heads":
-        raise ArgumentError(
-            f"The forward of `{name}` ({type(around).__name__}) reads"
-            f" `{counts[0]}`, which counts all heads, and a rank has some of them:"
-            " write `-1` for their number in its views, as in"
-            " x.view(batch, length, -1, head_dim); or give it the style 'local_heads',"
-            " if that attribute is used for nothing else; or leave its projections out"
-            " of `tp_plan`."
-        )
-
-
-def _check_norms(name: str, around: nn.Module, styles: Styles) -> None:
-    """Refuse norms of heads that would get a part of their gradients on each rank."""
-    head_dim = getattr(around, "head_dim", None)
-    for child_name, child in around.named_children():
-        fqn = f"{name}.{child_name}" if name else child_name
-        shapes = {tuple(p.shape) for p in child.parameters(recurse=False)}
-        if shapes == {(head_dim,)} and fqn not in styles:
-            raise ArgumentError(
-                f"`{fqn}` sees some of the heads on each rank, so that its gradients"
-                " must be summed over the ranks: give it the style"
-                " 'replicated_with_grad_allreduce' in `tp_plan`."
-            )
