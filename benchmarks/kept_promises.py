@@ -18,6 +18,7 @@ LARGEST_ERROR = 0.01
 LARGEST_DIFFERENCE = 1e-5  # of gradients, relative to the largest element of any
 SHARES = (0.03, 0.5)  # of the way from the least peak to the fastest plan's
 KINDS = ("tensor", "sequence")
+EXPERT = "expert"  # the kind whose ranks have whole experts of a mixture
 LOSS = "sequence and loss"  # the kind whose logits stay divided over the vocabulary
 _INFINITE = 2**40
 

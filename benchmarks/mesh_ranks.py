@@ -42,6 +42,7 @@ from autosac.profiles.profile import Profile
 from autosac.step.training_step import finish_step, micro_step
 from benchmarks import allocator_shim, rank_server
 from benchmarks.kept_promises import (
+    EXPERT,
     KINDS,
     LINKS,
     LOSS,
@@ -151,9 +152,45 @@ def _mean_softplus(output: Any) -> torch.Tensor:
     return functional.softplus(output.float()).mean()
 
 
+def _mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        num_hidden_layers=3,
+        hidden_size=_WIDTH,
+        intermediate_size=128,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=_LENGTH,
+        vocab_size=_VOCABULARY,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        output_router_logits=True,  # of which comes a loss of its own
+        experts_implementation="grouped_mm",
+        use_cache=False,
+    )
+    model: nn.Module = transformers.MixtralForCausalLM(config).train()
+    return model
+
+
+def _uneven() -> nn.Module:
+    """Mixtral whose routers at first send all tokens to the same two experts."""
+    model = _mixtral()
+    for name, parameter in model.named_parameters():
+        if name.endswith(".gate.weight"):
+            nn.init.zeros_(parameter)
+    return model
+
+
 RECIPES = {
     "LLAMA": Recipe(make_model=_llama, make_inputs=_labelled),
+    "MIXTRAL": Recipe(make_model=_mixtral, make_inputs=_labelled),
+    "UNEVEN": Recipe(make_model=_uneven, make_inputs=_labelled),
     "GPT": Recipe(make_model=GPT, make_inputs=_tokens, loss_fn=_mean_softplus),
+}
+_KINDS_OF = {
+    "LLAMA": (*KINDS, LOSS, CONTEXT),
+    "MIXTRAL": (*KINDS, EXPERT),
+    "UNEVEN": (EXPERT,),
+    "GPT": (*KINDS, CONTEXT),
 }
 
 
@@ -163,7 +200,7 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence", `LOSS` or `CONTEXT`.
+        kind: "tensor", "sequence", `EXPERT`, `LOSS` or `CONTEXT`.
         plan: What was planned.
     """
 
@@ -199,8 +236,7 @@ def planned(
         kinds: Which, if not all.
     """
     profile = autosac.calibrate(RECIPES[name].profile())
-    losses = (LOSS,) if name == "LLAMA" else ()
-    for kind in kinds or (*KINDS, *losses, CONTEXT):
+    for kind in kinds or _KINDS_OF[name]:
         make_plan = partial(_plan, profile, num_ranks, degree, kind)
         for plan in under_caps(make_plan):
             yield Planned(model=name, kind=kind, plan=plan)

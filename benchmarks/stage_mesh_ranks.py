@@ -33,6 +33,7 @@ import transformers
 from torch import nn
 from torch.nn import functional
 from transformers.models.llama import modeling_llama
+from transformers.models.mixtral import modeling_mixtral
 
 import autosac
 from autosac._compat_pipelining import HOLDS_LESS
@@ -42,6 +43,7 @@ from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from autosac.quantities import format_bytes
 from benchmarks.kept_promises import (
+    EXPERT,
     KINDS,
     LARGEST_ERROR,
     LINKS,
@@ -113,31 +115,51 @@ class TiedGPT(GPT):
         self.lm_head.weight = self.embedding.wte.weight
 
 
-class LlamaBlock(modeling_llama.LlamaDecoderLayer):
-    """A block of Llama that works out the rotary embedding itself."""
+class _Rotates:
+    """Works out the rotary embedding itself, before a block of Transformers."""
+
+    rotary_emb: nn.Module
+    length: int
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Of the whole sequence, of which `x` may be a part.
+        positions = torch.arange(self.length, device=x.device)[None]
+        rotated = self.rotary_emb(x, positions)
+        block: Any = super()
+        out: torch.Tensor = block.forward(x, position_embeddings=rotated)
+        return out
+
+
+class LlamaBlock(_Rotates, modeling_llama.LlamaDecoderLayer):
+    """A block of Llama."""
 
     def __init__(self, config: Any, layer: int) -> None:
         super().__init__(config, layer)
         self.rotary_emb = modeling_llama.LlamaRotaryEmbedding(config)
         self.length = config.max_position_embeddings
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        # Of the whole sequence, of which `x` may be a part.
-        positions = torch.arange(self.length, device=x.device)[None]
-        rotated = self.rotary_emb(x, positions)
-        out: torch.Tensor = super().forward(x, position_embeddings=rotated)
-        return out
+
+class MixtralBlock(_Rotates, modeling_mixtral.MixtralDecoderLayer):
+    """A block of Mixtral."""
+
+    def __init__(self, config: Any, layer: int) -> None:
+        super().__init__(config, layer)
+        self.rotary_emb = modeling_mixtral.MixtralRotaryEmbedding(config)
+        self.length = config.max_position_embeddings
+        for name, parameter in self.named_parameters():
+            if ".experts." in name or ".gate." in name:  # which it leaves empty
+                nn.init.normal_(parameter, std=0.1)
 
 
 class Llama(nn.Module):
-    """Llama of Transformers as a chain of blocks."""
+    """Llama of Transformers as a chain of blocks, or a model like it."""
 
-    def __init__(self, config: transformers.LlamaConfig) -> None:
+    def __init__(self, config: Any, block: Any = LlamaBlock) -> None:
         super().__init__()
         vocabulary, width = config.vocab_size, config.hidden_size
         self.embed_tokens = nn.Embedding(vocabulary, width)
         self.layers = nn.ModuleList(
-            LlamaBlock(config, i) for i in range(config.num_hidden_layers)
+            block(config, i) for i in range(config.num_hidden_layers)
         )
         self.norm = modeling_llama.LlamaRMSNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
@@ -164,6 +186,22 @@ def small_llama(num_blocks: int = 4) -> Llama:
     return Llama(config)
 
 
+def small_mixtral(num_blocks: int = 4) -> Llama:
+    config = transformers.MixtralConfig(
+        num_hidden_layers=num_blocks,
+        hidden_size=_WIDTH,
+        intermediate_size=128,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        max_position_embeddings=_LENGTH,
+        vocab_size=_VOCABULARY,
+        num_local_experts=4,
+        attn_implementation="sdpa",
+        experts_implementation="grouped_mm",
+    )
+    return Llama(config, MixtralBlock)
+
+
 def _batch(num_micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     size = num_micro_batches * _ROWS, _LENGTH + 1
@@ -177,6 +215,7 @@ def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 RECIPES = {
     "LLAMA": Recipe(make_model=small_llama, make_batch=_batch, loss_fn=_loss),
+    "MIXTRAL": Recipe(make_model=small_mixtral, make_batch=_batch, loss_fn=_loss),
     "GPT": Recipe(make_model=GPT, make_batch=_batch, loss_fn=_loss),
     "ODD": Recipe(make_model=OddGPT, make_batch=_batch, loss_fn=_loss),
     "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=_loss),
@@ -191,6 +230,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
 CASES: tuple[tuple[str, dict[str, int], str], ...] = (
     *((name, {"tp": 2}, kind) for name in ("LLAMA", "GPT") for kind in KINDS),
     ("LLAMA", {"tp": 2}, LOSS),
+    *(("MIXTRAL", {"tp": 2}, kind) for kind in ("sequence", EXPERT)),
+    ("MIXTRAL", {"fsdp": 2, "tp": 2}, EXPERT),
     *((name, {"fsdp": 2}, "") for name in ("LLAMA", "GPT", "ODD")),
     ("GPT", {"fsdp": 2}, MIXED),
     ("GPT", {"replicate": 2}, ""),
@@ -209,7 +250,7 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence", `LOSS`, `MIXED`, `OFFLOAD` or nothing.
+        kind: "tensor", "sequence", `EXPERT`, `LOSS`, `MIXED`, `OFFLOAD` or nothing.
         plan: What was planned.
     """
 
@@ -227,7 +268,7 @@ def planned(
         name: Of the recipe.
         schedule: Its name.
         mesh: Ranks of a stage, by dimension.
-        kind: "tensor", "sequence", `LOSS`, `MIXED`, `OFFLOAD` or nothing.
+        kind: "tensor", "sequence", `EXPERT`, `LOSS`, `MIXED`, `OFFLOAD` or nothing.
     """
     for plan in under_caps(partial(_plan, name, schedule, mesh, kind)):
         yield Planned(model=name, kind=kind, plan=plan)

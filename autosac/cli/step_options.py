@@ -98,7 +98,7 @@ StagesPerRank = Annotated[
 ]
 TpPlan = Annotated[
     str,
-    typer.Option(help="Which slices: tensor or sequence. [default: the better one]"),
+    typer.Option(help="Which slices: tensor, sequence, expert. [default: the best]"),
 ]
 LossParallel = Annotated[
     bool,

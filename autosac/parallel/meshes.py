@@ -295,6 +295,7 @@ def _planned(
                 other,
                 tp_degree=tensor.degree,
                 sequence_parallel=tensor.cuts_sequences,
+                expert_parallel=tensor.has_whole_experts,
             )
             for other in plan.alternatives
         ),
@@ -307,6 +308,7 @@ def _alternative(lost: Lost[ParallelPlan]) -> Alternative:
         dimension: dict[str, Any] = {
             "tp_degree": division.degree,
             "sequence_parallel": division.cuts_sequences,
+            "expert_parallel": division.has_whole_experts,
         }
     else:
         dimension = {"cp_degree": division.degree}

@@ -84,7 +84,8 @@ def plan_parallel(
         tp_plan: Which: styles of modules by FQN or pattern (`tp_styles`); "tensor" or
             "sequence" (each rank has a part of the sequence between blocks) to find
             them, from the model's own plan if it is one of Transformers, else by
-            names; None to try both.
+            names; "expert" for whole experts of a mixture on each rank, with or
+            without parts of the sequence; None to try all.
         loss_parallel: The head's logits stay divided over the vocabulary among ranks
             that share slices, and the loss is computed on these: train under
             `torch.distributed.tensor.parallel.loss_parallel`.

@@ -42,7 +42,8 @@ class Alternative:
         replicate_degree: How many such groups there are.
         reason: Why it lost.
         tp_degree: Ranks that share slices of tensors,
-        sequence_parallel: and each have a part of the sequence between blocks.
+        sequence_parallel: and each have a part of the sequence between blocks,
+        expert_parallel: or whole experts of a mixture.
         cp_degree: Ranks that have a part each of the sequence all the time.
         step_ms: Predicted time of its best step, None if it was not worked out.
         peak_bytes: Peak of a rank in that step.
@@ -54,13 +55,15 @@ class Alternative:
     tp_degree: int = 1
     sequence_parallel: bool = False
     cp_degree: int = 1
+    expert_parallel: bool = False
     step_ms: float | None = None
     peak_bytes: int | None = None
 
     def __str__(self) -> str:
         words = []
         if self.tp_degree > 1:
-            kind = " and sequence" if self.sequence_parallel else ""
+            kind = " and sequence" * self.sequence_parallel
+            kind += " and expert" * self.expert_parallel
             words.append(f"tensor{kind} parallelism over {self.tp_degree} ranks")
         if self.cp_degree > 1:
             words.append(f"the sequence in parts for {self.cp_degree} ranks")

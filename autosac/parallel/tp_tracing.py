@@ -22,10 +22,11 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
 from autosac._compat_distributed import fake_group
-from autosac.errors import TraceError
+from autosac.errors import TraceError, UnsupportedError
 from autosac.parallel.async_tp import exposed_ms
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.divided_loss import loss_for
+from autosac.parallel.expert_costs import own_ms, own_products
 from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_memory import GLOO_THREADS
 from autosac.parallel.preparing import gathered_dtype, in_gathered_type
@@ -62,6 +63,7 @@ def rank_profile(
     Raises:
         ArgumentError: As `tp_styles.check`.
         TraceError: The divided model cannot be traced.
+        UnsupportedError: Values decide sizes of a step that divides experts.
     """
     styles = tuple(tensor.styles.items())
     key = (
@@ -69,11 +71,22 @@ def rank_profile(
         *(cluster.fabric, setting.param_dtype),
     )
     if key not in traced.parallel:
+        _check_experts(traced, tensor)
         with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
             rank = in_gathered_type(_divided(traced, tensor, setting), setting)
         traced.parallel[key] = priced(rank, cluster, tensor, sharded=True)
     profile: Profile = traced.parallel[key]
     return profile
+
+
+def _check_experts(profile: Profile, tensor: TensorParallel) -> None:
+    if tensor.divides_experts and profile.step.learned.real:
+        raise UnsupportedError(
+            "Values decide how many rows each expert gets in this step, and what ranks"
+            " exchange while they are traced has none: let sizes be the same for all"
+            " (`experts_implementation='grouped_mm'` in Transformers), or leave experts"
+            " out of `tp_plan`."
+        )
 
 
 @contextlib.contextmanager
@@ -209,6 +222,7 @@ def priced(
     """The profile with times of collectives, and with the copies that gloo makes.
 
     gloo gathers into a second buffer, and reduces and scatters a copy of its input.
+    Products of whole experts take the time of the rank's share of rows.
 
     Args:
         profile: The step of one of the ranks that share slices.
@@ -217,11 +231,18 @@ def priced(
         sharded: FSDP2 shards gradients. One that is a part of a sum is then reduced
             once, before it is sharded; without, as in the trace, whenever the optimizer
             reads it.
+
+    Raises:
+        UnsupportedError: Values decide sizes of a step that divides experts.
     """
+    _check_experts(profile, tensor)
     degree = tensor.degree
     group = Group(ranks_per_node=degree, num_nodes=1)
     on_cpu = profile.device.type == "cpu"
     op_ms, ops = list(profile.op_ms), list(profile.tape.ops)
+    for i, own in own_products(profile, tensor):
+        op_ms[i] = own_ms(ops[i], own, op_ms[i], profile)
+        ops[i] = own
     summed: set[int] = set()
     kinds: dict[int, Collective] = {}
     for i, op in enumerate(ops):
@@ -237,8 +258,8 @@ def priced(
         if on_cpu and kind != "all_reduce":
             ops[i] = replace(op, workspace_bytes=nbytes)
     if tensor.asynchronous:
-        for i, own_ms in exposed_ms(ops, op_ms, kinds, degree).items():
-            op_ms[i] = own_ms
+        for i, exposed in exposed_ms(ops, op_ms, kinds, degree).items():
+            op_ms[i] = exposed
     return replace(
         profile,
         tape=replace(profile.tape, ops=tuple(ops)),

@@ -296,6 +296,7 @@ def _lost(lost: Lost[PipelinePlan]) -> str:
     if tensor.degree == 1:
         return f"tp=1: {lost.reason}"
     kind = "sequence" if tensor.cuts_sequences else "tensor"
+    kind += ", expert" * tensor.has_whole_experts
     return f"tp={tensor.degree}, {kind}: {lost.reason}"
 
 

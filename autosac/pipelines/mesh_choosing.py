@@ -70,7 +70,13 @@ class _Cell(NamedTuple):
         if self.tensor.degree > 1:
             sizes["tp"] = self.tensor.degree
         own = " x ".join(f"{name}={size}" for name, size in sizes.items())
-        return f"{own}, parts of sequences" * self.tensor.cuts_sequences or own
+        return own + _kind(self.tensor)
+
+
+def _kind(tensor: TensorParallel) -> str:
+    """What ranks that share slices have besides, in words."""
+    words = ", parts of sequences" * tensor.cuts_sequences
+    return words + ", whole experts" * tensor.has_whole_experts
 
 
 @dataclass(kw_only=True)
@@ -233,8 +239,7 @@ class MeshSearch:
                     _ = self._micro_batch(tensor, 1).whole
                 except AutosacError as error:
                     refused.append(error)
-                    kind = ", parts of sequences" * tensor.cuts_sequences
-                    self._lost[f"tp={degree}{kind}"] = str(error)
+                    self._lost[f"tp={degree}{_kind(tensor)}"] = str(error)
                 else:
                     self._tensors.append(tensor)
         if refused and not self._tensors:
@@ -322,7 +327,7 @@ class MeshSearch:
 
     def _micro_batch(self, tensor: TensorParallel, rows: int) -> MicroBatch:
         """So many rows of a model divided so, sharded in whatever way."""
-        key = tensor.degree, tensor.cuts_sequences, rows
+        key = tensor.degree, _kind(tensor), rows
         if key not in self._known:
             if tensor.degree == rows == 1:
                 return self.base
