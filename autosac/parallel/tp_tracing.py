@@ -84,8 +84,8 @@ def _check_experts(profile: Profile, tensor: TensorParallel) -> None:
         raise UnsupportedError(
             "Values decide how many rows each expert gets in this step, and what ranks"
             " exchange while they are traced has none: let sizes be the same for all"
-            " (`experts_implementation='grouped_mm'` in Transformers), or leave experts"
-            " out of `tp_plan`."
+            " (`experts_implementation='grouped_mm'` in Transformers, with torch 2.14),"
+            " or leave experts out of `tp_plan`."
         )
 
 

@@ -1,5 +1,7 @@
 """Mixtures of experts that ranks of a tensor-parallel group share."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -8,11 +10,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama4 import modeling_llama4
+from transformers.models.mixtral import modeling_mixtral
 
+import autosac
+from autosac._compat import TORCH_VERSION
+from autosac.devices.specs import device_spec
+from autosac.parallel import tp_checks
+from autosac.parallel.clusters import cluster_spec
+from autosac.parallel.formulating import Setting
+from autosac.parallel.tp_checks import check
 from autosac.parallel.tp_finding import find_styles
-from autosac.parallel.tp_styles import apply, expanded
+from autosac.parallel.tp_styles import TensorParallel, apply, expanded
+from autosac.parallel.tp_tracing import rank_profile
+from benchmarks import allocator_shim, mesh_ranks
+from benchmarks.mesh_ranks import planned
 from benchmarks.rank_server import run_ranks
 
+SPEC = replace(cluster_spec("pcie-l40s", num_gpus=4), device=device_spec("cpu"))
+pytestmark = pytest.mark.skipif(
+    TORCH_VERSION < (2, 14),
+    reason="experts are traced on real tensors, and parts of them are not gathered",
+)
 VOCABULARY, LENGTH, WIDTH = 64, 16, 32
 _SIZES = {
     "hidden_size": WIDTH,
@@ -131,10 +149,176 @@ def _hold_against_whole(rank, size):
             if wanted[fqn] is not None:
                 off = (gradient - wanted[fqn]).abs().max()
                 assert off <= 1e-5 * largest, (make, kind, fqn, off, largest)
-        print(make.__name__, kind, "ok", flush=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_shared_experts_train_as_whole_ones(size):
     run_ranks(_hold_against_whole, size, size)
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe, qwen2_moe, deepseek])
+def test_experts_without_a_plan_get_the_styles_that_transformers_gives_them(make):
+    model = make()
+    modules = dict(model.named_modules())
+    experts = next(modules[fqn] for fqn in modules if fqn.endswith(".experts"))
+    plan = model.tp_plan.items()
+    where = "model.layers.*.mlp."
+    wanted = {fqn.removeprefix(where): own for fqn, own in plan if "mlp.experts" in fqn}
+    assert find_styles(nn.ModuleDict({"experts": experts})) == wanted
+
+
+class Mixture(nn.Module):
+    """Experts of Transformers with a part that a case changes."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        config = transformers.MixtralConfig(**_SIZES, num_local_experts=4)
+        self.experts = modeling_mixtral.MixtralExperts(config)
+        if change is not None:
+            change(self.experts)
+
+
+def _with_norm(experts):
+    experts.norm = nn.RMSNorm(WIDTH)
+
+
+def _normed(experts):
+    experts.has_post_expert_norm = True
+
+
+def _wrapped(experts):
+    experts.forward = experts.forward
+
+
+def _with_bias(experts):
+    experts.down_proj_bias = nn.Parameter(torch.zeros(4, WIDTH))
+
+
+WIDE, WHOLE = ({"whole_experts": False}, {"whole_experts": True})
+REFUSED = (
+    (None, WHOLE, 3, "4 experts, which tp=3 does not divide"),
+    (None, WIDE, 5, "48 columns each, which tp=5 does not divide"),
+    (_with_norm, WHOLE, 2, "`experts.norm.weight` would see a part"),
+    (_wrapped, WIDE, 2, "has a forward of its own"),
+    (_wrapped, WHOLE, 2, "has a forward of its own"),
+)
+
+
+@pytest.mark.parametrize(("change", "kind", "degree", "why"), REFUSED)
+def test_experts_that_ranks_cannot_share_are_refused(change, kind, degree, why):
+    model = Mixture(change)
+    styles = find_styles(model, **kind)
+    with pytest.raises(autosac.ArgumentError, match=why):
+        check(model, styles, degree)
+
+
+GIVEN = find_styles(Mixture())
+MISGIVEN = (
+    (_with_bias, GIVEN, "`experts.down_proj_bias` .* has no style"),
+    (_normed, GIVEN, "`experts.post_expert_norm` would see a part"),
+    (None, {**GIVEN, "experts.act_fn": "colwise"}, "`experts.act_fn` would see"),
+    (None, {**GIVEN, "experts.down_proj": "grouped_gemm"}, "the style 'grouped_gemm'"),
+    (
+        None,
+        {"experts": "ep_dispatch_experts"},
+        "`experts.gate_up_proj` .* has no style",
+    ),
+)
+
+
+@pytest.mark.parametrize(("change", "styles", "why"), MISGIVEN)
+def test_given_styles_that_experts_cannot_have_are_refused(change, styles, why):
+    with pytest.raises(autosac.ArgumentError, match=why):
+        check(Mixture(change), styles, 2)
+
+
+def test_parts_of_two_in_one_are_refused_where_torch_cannot_gather_them(monkeypatch):
+    monkeypatch.setattr(tp_checks, "TORCH_VERSION", (2, 10))
+    with pytest.raises(autosac.ArgumentError, match=r"torch 2\.10 cannot gather"):
+        check(Mixture(), GIVEN, 2)
+    check(Mixture(), find_styles(Mixture(), whole_experts=True), 2)
+
+
+def test_experts_that_do_not_skip_rows_of_others_are_not_shared_as_wholes():
+    styles = dict.fromkeys(
+        ["experts.gate_up_proj", "experts.down_proj"], "grouped_gemm"
+    )
+    with pytest.raises(autosac.ArgumentError, match="skip rows of other ranks"):
+        check(Llama4(), {"experts": "ep_dispatch_experts", **styles}, 2)
+    with pytest.raises(autosac.ArgumentError, match="has none"):
+        find_styles(Llama4(), whole_experts=True)
+
+
+def test_experts_with_a_bias_of_their_outputs_are_only_shared_as_wholes():
+    model = gpt_oss()
+    assert not TensorParallel(styles=find_styles(model)).divides_experts
+    assert TensorParallel(styles=find_styles(model, **EXPERT)).has_whole_experts
+
+
+def cpu_plan(profile, **options):
+    return autosac.plan_parallel(
+        profile, cluster=SPEC, memory_budget="1GiB", **{"mesh": {"tp": 2}, **options}
+    )
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return autosac.profile(mixtral(), labelled(), optimizer="adamw")
+
+
+def _products(profile):
+    names = ("aten._grouped_mm.default",)
+    return sum(op.flops for op in profile.tape.ops if op.name in names)
+
+
+@pytest.mark.parametrize("kind", [TENSOR, EXPERT])
+def test_ranks_share_the_products_of_experts_evenly(profile, kind):
+    styles = find_styles(profile.step.model, **kind)
+    tensor = TensorParallel(degree=2, styles=styles)
+    rank = rank_profile(profile, tensor, SPEC, Setting())
+    assert 2 * _products(rank) == _products(profile)
+
+
+def test_numbers_of_experts_that_a_degree_does_not_divide_are_listed():
+    profile = autosac.profile(mixtral(num_local_experts=3), labelled())
+    plan = cpu_plan(profile, tp_plan=None)
+    assert plan.tensor.divides_experts
+    assert not plan.tensor.has_whole_experts
+    why = [other.reason for other in plan.alternatives if other.expert_parallel]
+    assert len(why) == 2  # with parts of the sequence, and without
+    assert all("3 experts, which tp=2 does not divide" in reason for reason in why)
+    with pytest.raises(autosac.ArgumentError, match="3 experts"):
+        cpu_plan(profile, tp_plan="expert")
+
+
+def test_a_plan_with_whole_experts_is_saved_and_says_so(profile, tmp_path):
+    plan = cpu_plan(profile, tp_plan="expert")
+    assert "tensor and expert parallelism" in str(plan)
+    assert any(other.expert_parallel for other in plan.alternatives)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    assert autosac.ParallelPlan.load(path) == plan
+
+
+def test_experts_whose_rows_values_count_are_not_shared():
+    profile = autosac.profile(mixtral(experts_implementation="eager"), labelled())
+    with pytest.raises(autosac.UnsupportedError, match="grouped_mm"):
+        cpu_plan(profile)
+
+
+def test_widths_that_products_of_groups_do_not_take_are_refused():
+    # Rows of 6 numbers of four bytes; one process has 12.
+    profile = autosac.profile(mixtral(intermediate_size=12), labelled())
+    with pytest.raises(autosac.TraceError, match="multiple of 16 bytes"):
+        cpu_plan(profile, tp_plan="tensor")
+    assert cpu_plan(profile).tensor.has_whole_experts
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
+def test_real_ranks_keep_every_promise_wherever_tokens_go():
+    cells = [cell for name in ("MIXTRAL", "UNEVEN") for cell in planned(name, 2, 1)]
+    for row in mesh_ranks.run_ranks(cells, 2):
+        assert row.is_kept, row
