@@ -21,6 +21,7 @@ Styles = Mapping[str, str]
 OF_HEADS = ("colwise_gather_output", "loss_parallel")
 _OF_ROWS = ("colwise", *OF_HEADS)
 _OF_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_to_sequence")
+SHARED_KEYS, ROTARY_SIZE = "mla_kv_a_proj", "qk_rope_head_dim"
 
 # Styles of modules of experts, and of their parameters: the dimension that is divided,
 # and whether that packs two, each of which is.
@@ -100,12 +101,24 @@ def check(model: nn.Module, styles: Styles, degree: int) -> None:
         elif style == "local_bias":
             table = _of_kind(fqn, module, style, nn.Embedding)
             _check_divides(fqn, "heads", table.embedding_dim, degree)
+        elif style == SHARED_KEYS:
+            _of_kind(fqn, module, style, nn.Linear)
+            _check_rotary(fqn, around)
         elif style in OF_EXPERTS:
             _check_experts(fqn, module, style, parameter_styles(fqn, styles), degree)
         elif style == "local_heads":
             for name in HEAD_COUNTS:
                 if isinstance(number := getattr(module, name, None), int):
                     _check_divides(fqn, f"as `{name}`", number, degree)
+
+
+def _check_rotary(fqn: str, around: nn.Module) -> None:
+    if not isinstance(getattr(around, ROTARY_SIZE, None), int):
+        raise ArgumentError(
+            f"`{fqn}` has the style {SHARED_KEYS!r}, and the module around it does not"
+            f" say which of its outputs all heads share: set `{ROTARY_SIZE}` there, or"
+            " leave the attention out of `tp_plan`."
+        )
 
 
 def _of_kind(fqn: str, module: Any, style: str, kind: type) -> Any:

@@ -95,8 +95,8 @@ def _divided(kind: type, mesh: DeviceMesh, *, is_whole: bool) -> type:
     """The same type of module, whose forward works on the parameters of a rank."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        args = tuple(_with_summed_gradient(value, mesh) for value in args)
-        kwargs = {k: _with_summed_gradient(v, mesh) for k, v in kwargs.items()}
+        args = tuple(with_summed_gradient(value, mesh) for value in args)
+        kwargs = {k: with_summed_gradient(v, mesh) for k, v in kwargs.items()}
         if is_whole:
             rank = mesh.get_local_rank()
             args = _own_routes(*args, num_experts=self.num_experts, rank=rank)
@@ -110,7 +110,7 @@ def _divided(kind: type, mesh: DeviceMesh, *, is_whole: bool) -> type:
     return type(kind.__name__, (kind,), body)
 
 
-def _with_summed_gradient(value: Any, mesh: DeviceMesh) -> Any:
+def with_summed_gradient(value: Any, mesh: DeviceMesh) -> Any:
     """An argument that is the same on all ranks, which each use a part of it."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value

@@ -18,6 +18,7 @@ from autosac.parallel.tp_checks import (
     OF_EXPERTS,
     OF_HEADS,
     PARAMETER_DIMENSIONS,
+    SHARED_KEYS,
     WHOLE_EXPERTS,
     WIDE_EXPERTS,
     Styles,
@@ -338,7 +339,8 @@ def _list_around(model: nn.Module, fqn: str) -> str | None:
 def _of_block(fqn: str, block: nn.Module, own: Styles) -> dict[str, str]:
     """Styles of a block's children: norms see a part, what is divided gets all.
 
-    What routes tokens to experts hands on a part of what it makes of all.
+    What routes tokens to experts, or has keys that all heads share, hands on a part of
+    what it makes of all.
     """
     styles = {}
     for name, child in _trained(block):
@@ -346,7 +348,7 @@ def _of_block(fqn: str, block: nn.Module, own: Styles) -> dict[str, str]:
         among = [n for n in own if n.startswith(f"{inside}.")]
         if own.get(inside) in OF_EXPERTS:
             raise _no_sequences(f"what routes to `{inside}` is a block")
-        if any(own[n] in OF_EXPERTS for n in among):
+        if any(own[n] in (*OF_EXPERTS, SHARED_KEYS) for n in among):
             styles[inside] = "sequence_around"
         elif among:
             styles[inside] = "sequence_to_whole"

@@ -16,13 +16,16 @@ modules there are plain tensors, whole or a rank's part of them:
     whole_input                      (of its children) whole             its own
     local_bias                       heads of a table  whole             some heads
     local_heads                      (counts heads)    as it is          as it is
+    mla_kv_a_proj                    whole             whole             whole
 
 "A part" is of the last dimension; "some heads" of the third. `whole_input` is for
 modules that hand one argument to several modules of style ``colwise``, such as an
 attention: backward then sums the parts of its gradient before it reduces them, once.
 `local_heads` is for an attention whose forward reads how many heads it has: what counts
-them says how many the rank has. `loss_parallel` is for the head: logits stay divided
-over the vocabulary for the loss, which runs in PyTorch's context of that name.
+them says how many the rank has. `mla_kv_a_proj` is for what puts out latents, and then
+keys that all heads share (DeepSeek-V2, arXiv 2405.04434, section 2.1): backward sums
+what the rank's heads make of these. `loss_parallel` is for the head: logits stay
+divided over the vocabulary for the loss, which runs in PyTorch's context of that name.
 
 A part of the sequence (dimension 1) between modules instead of the whole:
 
@@ -72,13 +75,15 @@ from autosac.parallel.tp_checks import (
     HEAD_COUNTS,
     OF_EXPERTS,
     PARAMETER_DIMENSIONS,
+    ROTARY_SIZE,
+    SHARED_KEYS,
     WHOLE_EXPERTS,
     Styles,
     check,
     is_of_parameter,
     parameter_styles,
 )
-from autosac.parallel.tp_experts import Experts
+from autosac.parallel.tp_experts import Experts, with_summed_gradient
 
 _SEQUENCE = 1  # dimension
 _HEADS = 2
@@ -140,6 +145,28 @@ class _LocalHeads(ParallelStyle):
         return module
 
 
+class _SharedKeys(ParallelStyle):
+    """Sums the gradients of the last outputs, which each rank's heads get as they are.
+
+    Args:
+        size: How many these are.
+    """
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        size = self.size
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            latents, keys = output[..., :-size], output[..., -size:]
+            return torch.cat([latents, with_summed_gradient(keys, device_mesh)], -1)
+
+        module.register_forward_hook(hook)
+        return module
+
+
 class _GatheredSequence(SequenceParallel):
     """`SequenceParallel` with whole outputs."""
 
@@ -155,17 +182,22 @@ class _GatheredSequence(SequenceParallel):
 
 
 class _AroundSequence(_FirstArgument):
-    """Gives a module the whole sequence, and what follows a part of its output."""
+    """Gives a module the whole sequence, and what follows its part of the output."""
 
     def __init__(self) -> None:
         super().__init__(Shard(_SEQUENCE), Replicate(), is_plain=True)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         super()._apply(module, device_mesh)
-        own_part = PrepareModuleOutput(
-            output_layouts=Replicate(), desired_output_layouts=Shard(_SEQUENCE)
-        )
-        return own_part._apply(module, device_mesh)
+        after = _FirstArgument(Replicate(), Shard(_SEQUENCE), is_plain=True)
+
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            if isinstance(output, tuple):
+                return (after._moved(output[0], device_mesh), *output[1:])
+            return after._moved(output, device_mesh)
+
+        module.register_forward_hook(hook)
+        return module
 
 
 class _LossParallel(ColwiseParallel):
@@ -216,7 +248,7 @@ _MAKE: dict[str, Callable[[], ParallelStyle]] = {
     ),
     "sequence_around": _AroundSequence,
 }
-STYLES = (*_MAKE, *OF_EXPERTS)
+STYLES = (*_MAKE, SHARED_KEYS, *OF_EXPERTS)
 _OF_SEQUENCE = frozenset(name for name in STYLES if "sequence" in name)
 _OF_EXPERTS = frozenset(OF_EXPERTS)
 
@@ -397,16 +429,27 @@ def apply(
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     kinds: dict[type, type] = {}
     plan = {
-        fqn: Experts(style, parameter_styles(fqn, styles), kinds)
-        if style in OF_EXPERTS
-        else _MAKE[style]()
-        for fqn, style in styles.items()
+        fqn: _made(fqn, model, styles, kinds)
+        for fqn in styles
         if not is_of_parameter(fqn, styles)
     }
     parallelize_module(model, mesh, dict(plan), src_data_rank=src_data_rank)
     _tie_again(model, shared)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(trained[name])  # styles of norms forget it
+
+
+def _made(
+    fqn: str, model: nn.Module, styles: Styles, kinds: dict[type, type]
+) -> ParallelStyle:
+    """What divides a module."""
+    style = styles[fqn]
+    if style in OF_EXPERTS:
+        return Experts(style, parameter_styles(fqn, styles), kinds)
+    if style == SHARED_KEYS:
+        around = model.get_submodule(fqn.rpartition(".")[0])
+        return _SharedKeys(getattr(around, ROTARY_SIZE))
+    return _MAKE[style]()
 
 
 def _shared_parameters(model: nn.Module) -> list[list[str]]:

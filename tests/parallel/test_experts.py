@@ -69,11 +69,15 @@ def qwen2_moe():
     return moe("Qwen2Moe", num_experts=4, shared_expert_intermediate_size=32)
 
 
-def deepseek():
+def deepseek(name="DeepseekV3"):
     more = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "n_group": 2}
     more |= {"v_head_dim": 8, "qk_nope_head_dim": 8, "topk_group": 1}
     more |= {"n_routed_experts": 4, "first_k_dense_replace": 1}
-    return moe("DeepseekV3", **more)
+    return moe(name, **more)
+
+
+def deepseek_v2():
+    return deepseek("DeepseekV2")
 
 
 def gpt_oss():
@@ -115,6 +119,7 @@ FAMILIES = (
     *((qwen3_moe, kind) for kind in (SEQUENCE, EXPERT)),
     *((qwen2_moe, kind) for kind in (TENSOR, SEQUENCE | EXPERT)),
     *((deepseek, kind) for kind in (TENSOR, EXPERT)),
+    *((deepseek_v2, kind) for kind in (TENSOR, SEQUENCE | EXPERT)),
     (gpt_oss, EXPERT),
     (Llama4, LLAMA4),
 )
