@@ -74,11 +74,8 @@ def planned(name: str, num_gpus: int, millions: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     model = mixtral() if name == MIXTRAL else llama(name)
     tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
-    # No style divides experts.
     tp: dict[str, Any] = {"mesh": {"pp": None, "fsdp": None, "tp": None}}
-    tp["tp_plan"] = "sequence"
-    if name == MIXTRAL:
-        tp = {"mesh": {"pp": None, "fsdp": None}}
+    tp["tp_plan"] = None if name == MIXTRAL else "sequence"
     began = time.process_time()
     row: dict[str, Any] = {}
     try:
@@ -167,7 +164,7 @@ def _heading() -> list[str]:
         "",
         f"`hgx-h100`, {BUDGET} a rank, sequences of {LENGTH} tokens, AdamW, parameters"
         " in 32 bits, gathered in bfloat16, gradients reduced in 32 bits; stages (2 and"
-        " more), shards and, of Llama 3, slices with parts of the sequence are chosen."
+        " more), shards and slices, of Llama 3 with parts of the sequence, are chosen."
         " *bound*: no mesh, schedule and micro-batch size that was enumerated takes"
         " less, by the times of blocks that recompute nothing. *lost*: alternatives"
         " that the plan lists. CPU seconds and memory are those of planning.",
