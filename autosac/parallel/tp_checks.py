@@ -262,5 +262,10 @@ def _check_parameter(
             f" {'.'.join(map(str, TORCH_VERSION))} cannot gather: share whole experts"
             " with `tp_plan='expert'`, or use torch 2.14."
         )
+    if parameter.dim() < -dimension:
+        raise ArgumentError(
+            f"`{fqn}` is a vector, and {style!r} divides the last dimension but one:"
+            " give it 'rowwise' or 'packed_rowwise'."
+        )
     number = parameter.shape[dimension] // (2 if is_packed else 1)
     _check_divides(fqn, "experts" if is_whole else "columns each", number, degree)

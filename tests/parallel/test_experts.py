@@ -200,6 +200,10 @@ def _with_bias(experts):
     experts.down_proj_bias = nn.Parameter(torch.zeros(4, WIDTH))
 
 
+def _with_scale(experts):
+    experts.scale = nn.Parameter(torch.ones(4))
+
+
 WIDE, WHOLE = ({"whole_experts": False}, {"whole_experts": True})
 REFUSED = (
     (None, WHOLE, 3, "4 experts, which tp=3 does not divide"),
@@ -221,6 +225,7 @@ def test_experts_that_ranks_cannot_share_are_refused(change, kind, degree, why):
 GIVEN = find_styles(Mixture())
 MISGIVEN = (
     (_with_bias, GIVEN, "`experts.down_proj_bias` .* has no style"),
+    (_with_scale, {**GIVEN, "experts.scale": "colwise"}, "scale` is a vector"),
     (_normed, GIVEN, "`experts.post_expert_norm` would see a part"),
     (None, {**GIVEN, "experts.act_fn": "colwise"}, "`experts.act_fn` would see"),
     (None, {**GIVEN, "experts.down_proj": "grouped_gemm"}, "the style 'grouped_gemm'"),
@@ -236,6 +241,15 @@ MISGIVEN = (
 def test_given_styles_that_experts_cannot_have_are_refused(change, styles, why):
     with pytest.raises(autosac.ArgumentError, match=why):
         check(Mixture(change), styles, 2)
+
+
+def test_keys_that_heads_share_are_known_by_their_size():
+    attention = nn.ModuleDict({"kv_a_proj": nn.Linear(WIDTH, 12)})
+    styles = {"kv_a_proj": "mla_kv_a_proj"}
+    with pytest.raises(autosac.ArgumentError, match="`qk_rope_head_dim`"):
+        check(attention, styles, 2)
+    attention.qk_rope_head_dim = 4
+    check(attention, styles, 2)
 
 
 def test_parts_of_two_in_one_are_refused_where_torch_cannot_gather_them(monkeypatch):
