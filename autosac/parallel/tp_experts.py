@@ -58,6 +58,7 @@ class Experts(ParallelStyle):
             experts: Any = module
             experts.num_experts //= device_mesh.size()
             experts._is_expert_parallel = True
+        _save_unpacked(module, self.styles)
         kind = type(module)
         if kind not in self.kinds:
             self.kinds[kind] = _divided(kind, device_mesh, is_whole=self.is_whole)
@@ -89,6 +90,39 @@ def _part(
         shape=whole.shape,
         stride=whole.stride(),
     )
+
+
+def _save_unpacked(module: nn.Module, styles: Mapping[str, str]) -> None:
+    """Let state dicts have what packs two as if it were one, cut into ranks' slices.
+
+    Distributed checkpoints know a rank's part as one slice, and would mix up others
+    (see `_redistribute_state_dict` in transformers/distributed/checkpoint.py).
+    """
+    dimensions = {
+        name: module.get_parameter(name).dim() + PARAMETER_DIMENSIONS[style][0]
+        for name, style in styles.items()
+        if PARAMETER_DIMENSIONS[style][1]
+    }
+
+    def unpack(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
+        for name, dimension in dimensions.items():
+            value = state.get(prefix + name)
+            if isinstance(value, DTensor):
+                packed, slices = packed_shard(dimension), Shard(dimension)
+                plain = [slices if own == packed else own for own in value.placements]
+                state[prefix + name] = value.redistribute(placements=plain)
+
+    def pack(own: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        for name in dimensions:
+            value, parameter = state.get(prefix + name), own.get_parameter(name)
+            if isinstance(value, DTensor) and isinstance(parameter, DTensor):
+                state[prefix + name] = value.redistribute(
+                    placements=parameter.placements
+                )
+
+    if dimensions:
+        module.register_state_dict_post_hook(unpack)
+        module.register_load_state_dict_pre_hook(pack)
 
 
 def _divided(kind: type, mesh: DeviceMesh, *, is_whole: bool) -> type:

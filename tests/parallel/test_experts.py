@@ -6,7 +6,13 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama4 import modeling_llama4
@@ -160,6 +166,37 @@ def _hold_against_whole(rank, size):
 @pytest.mark.parametrize("size", [2, 4])
 def test_shared_experts_train_as_whole_ones(size):
     run_ranks(_hold_against_whole, size, size)
+
+
+def _sharded(seed, mesh, kind):
+    model = _seeded(mixtral, seed)
+    apply(model, mesh["tp"], find_styles(model, **kind))
+    return fully_shard(model, mesh=mesh["shard"])
+
+
+def _check_checkpoints(rank, directory):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    whole = _seeded(mixtral, 0).state_dict()
+    for kind in (TENSOR, EXPERT):
+        checkpoint.save(_sharded(0, mesh, kind).state_dict(), checkpoint_id=directory)
+        alone = _seeded(mixtral, 1).state_dict()
+        checkpoint.load(alone, checkpoint_id=directory, no_dist=True)
+        parts, full = (_sharded(seed, mesh, kind) for seed in (2, 3))
+        state = parts.state_dict()
+        checkpoint.load(state, checkpoint_id=directory)
+        parts.load_state_dict(state)
+        options = StateDictOptions(full_state_dict=True)
+        set_model_state_dict(full, dict(whole), options=options)
+        for fqn, wanted in whole.items():
+            assert torch.equal(alone[fqn], wanted), (kind, fqn)
+            for model in (parts, full):
+                own = model.get_parameter(fqn).full_tensor()
+                assert torch.equal(own, wanted), (kind, fqn)
+
+
+@pytest.mark.slow
+def test_checkpoints_are_those_of_one_process(tmp_path):
+    run_ranks(_check_checkpoints, 4, str(tmp_path))
 
 
 @pytest.mark.parametrize("make", [mixtral, qwen3_moe, qwen2_moe, deepseek])
