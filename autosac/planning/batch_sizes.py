@@ -28,7 +28,7 @@ MakeLoss = Callable[[Any], LossFn]
 _MOST = 2**16  # samples; a step whose memory does not grow has no largest batch
 _MOST_TRIALS = 16  # of sizes whose throughput is looked at
 _GROWTH = 4  # of a size that fits, to the next one
-_GUESSES = 3  # that may leave more than half of the sizes before they are halved
+_GUESSES = 1  # that may leave more than half of the sizes before they are halved
 _MOST_KEPT = 4  # profiles at a time
 
 

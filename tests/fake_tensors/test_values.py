@@ -19,7 +19,6 @@ from autosac.errors import ArgumentError, TraceError
 from autosac.fake_tensors import real_layouts
 from autosac.planning.make_plan import spell_out
 from autosac.profiles.profile import profile
-from autosac.simulation.varied_simulator import VariedSimulator
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.solve_options import SolveOptions
 from autosac.step.training_step import training_step
@@ -239,7 +238,7 @@ def test_room_for_other_draws_is_no_dearer_than_in_plans_of_smaller_budgets():
     traced = profile(experts(), torch.randn(256, WIDTH), loss_fn=_mean_square)
     least, most = floor(traced), traced.baseline_peak_bytes
     budget_bytes = least + 6 * (most - least) // 10
-    room = VariedSimulator(traced.simulator, traced.redrawn, ())
+    room = traced.roomy_chooser
     targets = range(least, budget_bytes, (most - least) // 40)
     choices = [traced.chooser.choose(t, SolveOptions())[0] for t in targets]
     roomy = [c for c in choices if room.true_peak_bytes(c) <= budget_bytes]

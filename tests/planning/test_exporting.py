@@ -9,6 +9,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 import autosac
 from autosac.planning.export_targets import frequencies, of_megatron
+from autosac.planning.exporting import time_ms
 from autosac.planning.selective_targets import axolotl_lists, of_automodel
 
 WIDTH, NUM_LAYERS, NUM_MEGATRON_LAYERS = 32, 6, 4
@@ -101,7 +102,7 @@ def test_torchtitan_gets_the_fewest_layers_that_fit_with_their_own_peak():
             if number % every == 0:
                 wrapped.layers[name] = checkpoint_wrapper(layer)
         step = profiled(wrapped)
-        peaks[every], times[every] = step.baseline_peak_bytes, step.baseline_ms
+        peaks[every], times[every] = step.baseline_peak_bytes, time_ms(step, profile)
     fitting = [every for every in peaks if peaks[every] <= plan.budget_bytes]
     best = min(fitting, key=lambda every: (times[every], -every))
     assert export.fits
@@ -114,13 +115,13 @@ def test_torchtitan_gets_the_fewest_layers_that_fit_with_their_own_peak():
 
 def megatron_settings():
     """All that Megatron's flags can say, as traced: words -> peak and time."""
-    results = {}
+    results, plain = {}, profiled(Megatron())
     for family in of_megatron(Megatron()):
         for setting in family.settings:
             model = Megatron()
             setting.switch(model)
             step = profiled(model)
-            results[setting.words] = step.baseline_peak_bytes, step.baseline_ms
+            results[setting.words] = step.baseline_peak_bytes, time_ms(step, plain)
     return results
 
 
@@ -378,3 +379,19 @@ def test_every_number_of_layers_that_can_be_had_is_tried_once(num_layers):
     every = range(1, num_layers + 1)
     for count in (lambda k: num_layers // k, lambda k: -(-num_layers // k)):
         assert {count(k) for k in tried} == {count(k) for k in every}
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_checkpointed_layers_take_of_the_program_what_units_do(number):
+    model = Titan()
+    for name in [*model.layers][:number]:
+        model.layers[name] = checkpoint_wrapper(model.layers[name])
+    step, plain = profiled(model), profiled(Titan())
+    unit = next(u for u in plain.units.candidates if u.fqn == "layers.0")
+
+    priced_ms = time_ms(step, plain) - step.baseline_ms
+
+    rerun = [plain.tape.ops[i] for i in unit.ops if not plain.tape.ops[i].is_view]
+    most_ms = unit.followed_ms + len(rerun) * plain.device.program.rerun_ms
+    assert number * plain.device.program.unit_ms < priced_ms <= number * most_ms
+    assert time_ms(plain, plain) == plain.baseline_ms
