@@ -23,6 +23,7 @@ from autosac.cli.app import (
 )
 from autosac.cli.step_options import (
     Cluster,
+    CpMethod,
     GlobalBatch,
     HostBudget,
     LossParallel,
@@ -99,6 +100,7 @@ def parallel(
     ] = None,
     mesh: Mesh = "",
     tp_plan: TpPlan = "",
+    cp_method: CpMethod = "ulysses",
     loss_parallel: LossParallel = False,
     global_batch: GlobalBatch = None,
     micro_batches: MicroBatches = None,
@@ -134,9 +136,10 @@ def parallel(
                 stages_per_rank,
             )
             far: dict[str, Any] = {"offload": offload, "host_budget": host_budget}
+            parts: dict[str, Any] = {"cp_method": cp_method}
             if stages is None:
                 plan = autosac.plan_parallel(
-                    **step.parts(), **step.options, **given, **typed, **far
+                    **step.parts(), **step.options, **given, **typed, **far, **parts
                 )
             else:
                 plan = autosac.plan_pipeline(

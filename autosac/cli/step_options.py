@@ -100,6 +100,10 @@ TpPlan = Annotated[
     str,
     typer.Option(help="Which slices: tensor, sequence, expert. [default: the best]"),
 ]
+CpMethod = Annotated[
+    str,
+    typer.Option(help="How attention sees the sequences that cp shares: ulysses, ring"),
+]
 LossParallel = Annotated[
     bool,
     typer.Option("--loss-parallel", help="Logits stay divided as well, for the loss."),

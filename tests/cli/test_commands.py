@@ -441,6 +441,8 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     assert record["mesh_shape"] == [1, 2] and record["tensor"]["degree"] == 2
     assert record["tensor"]["styles"]["head"] == "loss_parallel"
     assert len(run_json(*with_mesh, "tp=any")["alternatives"]) > 1
+    parts = run_json(*with_mesh, "cp=2", "--cp-method", "ring")
+    assert parts["mesh_shape"] == [1, 2] and parts["context"]["method"] == "ring"
     wrong = run(*with_mesh, "tp")
     assert wrong.exit_code == cli.EXIT_USAGE and "tp=8" in wrong.stderr
     alone = run("min-gpus", *given, "-b", fits, "--ac-units", "nowhere")
