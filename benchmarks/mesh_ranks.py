@@ -4,10 +4,10 @@
 
 `plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards or 2 replicas x
 tp=2), with and without parts of the sequence between blocks, one of them with a loss of
-divided logits as well, and with parts of the sequence all the time (cp=2), each under
-two caps: near the least peak and in the middle between that and the fastest plan's.
-Every rank is a process that gloo connects (`rank_server`); two of them get one batch.
-What it holds is counted by `allocator_shim.c` on all threads, to the byte; it
+divided logits as well, and with parts of the sequence all the time (cp=2), or both at
+once (cp=2 x tp=2), each under two caps: near the least peak and in the middle between
+that and the fastest plan's. Every rank is a process that gloo connects (`rank_server`);
+two of them get one batch, or four with both. What it holds is counted by `allocator_shim.c` on all threads, to the byte; it
 takes a C compiler. oneDNN is switched off: it keeps memory between steps that no plan
 knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
@@ -58,15 +58,16 @@ from benchmarks.ranks import Recipe, reference
 
 MESHES = ((2, 1), (4, 2), (4, 1))  # ranks, and over how many pairs of them FSDP2 shards
 CONTEXT = "context"  # the kind whose ranks have parts of the sequence
+BOTH = tuple(f"{CONTEXT} and {kind}" for kind in (*KINDS, LOSS))  # and share slices
 _VOCABULARY, _LENGTH, _BATCH, _WIDTH = 1024, 64, 4, 96
 
 
 class Attention(nn.Module):
     """Causal attention whose number of heads is what its projections have."""
 
-    def __init__(self) -> None:
+    def __init__(self, head_dim: int = 16) -> None:
         super().__init__()
-        self.head_dim = 16
+        self.head_dim = head_dim
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
             nn.Linear(_WIDTH, _WIDTH) for _ in range(4)
         )
@@ -87,10 +88,10 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A block of GPT-2."""
 
-    def __init__(self) -> None:
+    def __init__(self, head_dim: int) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
-        self.attn = Attention()
+        self.attn = Attention(head_dim)
         self.mlp = nn.Sequential(
             nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
         )
@@ -104,11 +105,11 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2: positions are learnt, the head has the weight of the embedding."""
 
-    def __init__(self) -> None:
+    def __init__(self, head_dim: int = 16) -> None:
         super().__init__()
         self.wte = nn.Embedding(_VOCABULARY, _WIDTH)
         self.wpe = nn.Embedding(_LENGTH, _WIDTH)
-        self.h = nn.ModuleList(Block() for _ in range(4))
+        self.h = nn.ModuleList(Block(head_dim) for _ in range(4))
         self.ln_f = nn.LayerNorm(_WIDTH)
         self.lm_head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
         self.lm_head.weight = self.wte.weight
@@ -125,12 +126,12 @@ class GPT(nn.Module):
         return logits
 
 
-def _llama() -> nn.Module:
+def _llama(num_heads: int = 6) -> nn.Module:
     config = transformers.LlamaConfig(
         num_hidden_layers=4,
         hidden_size=_WIDTH,
         intermediate_size=256,
-        num_attention_heads=6,
+        num_attention_heads=num_heads,
         num_key_value_heads=2,
         max_position_embeddings=_LENGTH,
         vocab_size=_VOCABULARY,
@@ -185,12 +186,19 @@ RECIPES = {
     "MIXTRAL": Recipe(make_model=_mixtral, make_inputs=_labelled),
     "UNEVEN": Recipe(make_model=_uneven, make_inputs=_labelled),
     "GPT": Recipe(make_model=GPT, make_inputs=_tokens, loss_fn=_mean_softplus),
+    # With heads for two ranks that have slices and parts of the sequence each.
+    "LLAMA8": Recipe(make_model=partial(_llama, 8), make_inputs=_labelled),
+    "GPT8": Recipe(
+        make_model=partial(GPT, 12), make_inputs=_tokens, loss_fn=_mean_softplus
+    ),
 }
 _KINDS_OF = {
     "LLAMA": (*KINDS, LOSS, CONTEXT),
     "MIXTRAL": (*KINDS, EXPERT),
     "UNEVEN": (EXPERT,),
     "GPT": (*KINDS, CONTEXT),
+    "LLAMA8": BOTH,
+    "GPT8": BOTH[:2],
 }
 
 
@@ -200,7 +208,7 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence", `EXPERT`, `LOSS` or `CONTEXT`.
+        kind: "tensor", "sequence", `EXPERT`, `LOSS`, `CONTEXT` or one of `BOTH`.
         plan: What was planned.
     """
 
@@ -227,16 +235,23 @@ class RankResult:
 def planned(
     name: str, num_ranks: int, degree: int, kinds: Sequence[str] = ()
 ) -> Iterator[Planned]:
-    """Plans of a model for so many ranks, two of which see one batch.
+    """Plans of a model for so many ranks, some of which see one batch.
 
     Args:
         name: Of the recipe.
         num_ranks: Of all.
-        degree: Pairs of ranks over which FSDP2 shards.
-        kinds: Which, if not all.
+        degree: Such groups of ranks over which FSDP2 shards.
+        kinds: Which, if not all; those that need more ranks are left out.
     """
+    kinds = [
+        kind
+        for kind in kinds or _KINDS_OF[name]
+        if num_ranks >= degree * (4 if kind in BOTH else 2)
+    ]
+    if not kinds:
+        return
     profile = autosac.calibrate(RECIPES[name].profile())
-    for kind in kinds or _KINDS_OF[name]:
+    for kind in kinds:
         make_plan = partial(_plan, profile, num_ranks, degree, kind)
         for plan in under_caps(make_plan):
             yield Planned(model=name, kind=kind, plan=plan)
@@ -246,8 +261,12 @@ def _plan(
     profile: Profile, num_ranks: int, degree: int, kind: str, cap: int
 ) -> ParallelPlan:
     links = cluster_spec(LINKS, num_gpus=num_ranks)
+    division: dict[str, Any]
     if kind == CONTEXT:  # whose ranks FSDP2 shards over as well
-        division: dict[str, Any] = {"mesh": {"cp": 2}, "degrees": [2 * degree]}
+        division = {"mesh": {"cp": 2}, "degrees": [2 * degree]}
+    elif kind in BOTH:
+        shared = divided_by(kind.removeprefix(f"{CONTEXT} and "))
+        division = {"mesh": {"cp": 2, "tp": 2}, "degrees": [2 * degree], **shared}
     else:
         division = {"mesh": {"tp": 2}, "degrees": [degree], **divided_by(kind)}
     return autosac.plan_parallel(
@@ -263,11 +282,11 @@ def run_ranks(cells: list[Planned], num_ranks: int) -> list[Outcome]:
     measured = rank_server.run_ranks(_run_all, num_ranks, cells, timeout_s=1800)
     with torch.backends.mkldnn.flags(enabled=False):
         truths = {
-            name: reference(RECIPES[name], num_ranks // 2)
-            for name in {cell.model for cell in cells}
+            (name, seen): reference(RECIPES[name], num_ranks // seen)
+            for name, seen in {(c.model, c.plan.division.degree) for c in cells}
         }
     return [
-        _outcome(cell, results, *truths[cell.model])
+        _outcome(cell, results, *truths[cell.model, cell.plan.division.degree])
         for cell, *results in zip(cells, *measured, strict=True)
     ]
 
@@ -280,10 +299,11 @@ def _outcome(
 ) -> Outcome:
     plan = cell.plan
     dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
-    own = [result.loss for result in results]
-    if cell.kind == CONTEXT:  # each has that of its part
-        own = [(own[i] + own[i + 1]) / 2 for i in range(0, len(own), 2) for _ in "ab"]
-    pairs = [(loss, losses[rank // 2]) for rank, loss in enumerate(own)]
+    own, seen = [result.loss for result in results], plan.division.degree
+    if plan.context.degree > 1:  # each has that of its part
+        groups = (own[i : i + seen] for i in range(0, len(own), seen))
+        own = [sum(group) / seen for group in groups for _ in group]
+    pairs = [(loss, losses[rank // seen]) for rank, loss in enumerate(own)]
     return Outcome(
         label={
             "model": cell.model,
@@ -314,7 +334,7 @@ def _run(cell: Planned) -> RankResult:
     make = recipe.make_optimizer
     assert make is not None
     optimizer = make(model.parameters())
-    args, kwargs = plan.part_of(recipe.inputs(dist.get_rank() // 2), mesh)
+    args, kwargs = plan.part_of(recipe.inputs(dist.get_rank() // plan.division.degree), mesh)
     peaks = []
     for number in range(NUM_STEPS):
         gc.collect()
@@ -358,8 +378,8 @@ def main() -> int:
             for name in options.models.split(",")
             for cell in planned(name, num_ranks, degree)
         ]
-        rows += run_ranks(cells, num_ranks)
-    title = "Ranks of FSDP2 x tensor or context parallelism"
+        rows += run_ranks(cells, num_ranks) if cells else []
+    title = "Ranks of FSDP2 x context x tensor parallelism"
     return write_table(options.output / "mesh_ranks.md", title, rows)
 
 

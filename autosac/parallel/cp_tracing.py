@@ -8,18 +8,20 @@ ranks between them do some of what either does, and the one that holds more coun
 Collectives run beside compute, one after the other, and who reads a result waits for
 it: an all-to-all of Ulysses is read at once, what a ring sends after attention to the
 part before. They run by the links of the group: inside a node, or between nodes too.
+
+Where ranks share slices of tensors besides, the copy is divided first: attention then
+exchanges some of the rank's own heads, and the collectives that tensors need are
+waited for, as without parts.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from torch.distributed.device_mesh import init_device_mesh
 
-from autosac._compat_distributed import fake_group, is_collective
-from autosac.errors import TraceError, UnsupportedError
+from autosac.errors import ArgumentError, TraceError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import (
     WHOLE_SEQUENCE,
@@ -32,13 +34,14 @@ from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.ring_attention import RingMode
 from autosac.parallel.sequence_mixing import check_tokens_apart
 from autosac.parallel.sequence_parts import part_of, positions_of, shifts_labels
-from autosac.parallel.tp_tracing import traced_copy
+from autosac.parallel import tp_tracing
+from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.profiles.profile import Profile
 from autosac.solvers.fsdp.collectives import exchange, shift
 from autosac.step.tape import Op, Tape
-from autosac.tracing.copying import AnyCopies
 
 _ATTENTION = "_scaled_dot_product"
+_EXCHANGE = "_c10d_functional.all_to_all_single.default"  # of attention, and only there
 
 
 def context_of(traced: Profile, degree: int, method: Method) -> ContextParallel:
@@ -81,15 +84,20 @@ def _attentions(tape: Tape) -> tuple[str, ...]:
 
 
 def rank_profile(
-    traced: Profile, context: ContextParallel, cluster: ClusterSpec, setting: Setting
+    traced: Profile,
+    context: ContextParallel,
+    cluster: ClusterSpec,
+    setting: Setting,
+    tensor: TensorParallel = WHOLE,
 ) -> Profile:
     """The step of a rank that has a part of the sequence; the profile keeps it.
 
     Args:
         traced: The step of the whole sequence, which is not changed.
         context: How ranks share it.
-        cluster: Its links time the collectives.
+        cluster: Its links time the collectives; one of each group that shares slices.
         setting: Says in which type parameters are gathered.
+        tensor: Slices that ranks share besides.
 
     Raises:
         ArgumentError: The sequence or the heads cannot be divided so.
@@ -99,6 +107,7 @@ def rank_profile(
     key: Hashable = (
         "part",
         context,
+        (tensor.degree, tuple(tensor.styles.items()), tensor.asynchronous),
         cluster.fabric,
         cluster.gpus_per_node,
         setting.param_dtype,
@@ -106,39 +115,59 @@ def rank_profile(
     if key not in traced.parallel:
         last = context.degree - 1
         places = (0, last) if context.method == "ring" else (0,)
-        ranks = [traced_at(traced, context, place, setting) for place in places]
-        check_tokens_apart(traced.tape, ranks[0].tape, context.degree)
-        _check_exchanged(traced.tape, ranks[0].tape, context)
+        if tensor.degree > 1:  # which adds ops of its own: the checks are without
+            tp_tracing.check_experts(traced, tensor)
+            rank_profile(traced, context, cluster, setting)
+        ranks = [traced_at(traced, context, place, setting, tensor) for place in places]
+        if tensor.degree == 1:
+            check_tokens_apart(traced.tape, ranks[0].tape, context.degree)
+            _check_exchanged(traced.tape, ranks[0].tape, context)
         most = max(ranks, key=lambda rank: rank.baseline_peak_bytes)
+        if tensor.degree > 1:
+            most = tp_tracing.priced(most, cluster, tensor, sharded=True)
         traced.parallel[key] = priced(most, context, cluster)
     profile: Profile = traced.parallel[key]
     return profile
 
 
 def traced_at(
-    traced: Profile, context: ContextParallel, place: int, setting: Setting
+    traced: Profile,
+    context: ContextParallel,
+    place: int,
+    setting: Setting,
+    tensor: TensorParallel = WHOLE,
 ) -> Profile:
-    """The step of the rank at a place of its group."""
-    step = traced.step
+    """The step of the rank at a place of its group, the first that shares slices."""
+    step, shape = traced.step, (context.degree, tensor.degree)
     inputs = part_of((step.args, step.kwargs), context, place)
-    with fake_group(context.degree, place):
-        mesh = init_device_mesh("cpu", (context.degree,))
-
-        with AnyCopies():
-            model = copy.deepcopy(step.model)
+    with tp_tracing.fake_ranks(
+        context.degree * tensor.degree,
+        divides_loss=tensor.divides_loss,
+        place=place * tensor.degree,
+    ):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp"))
+        model = tp_tracing.divided_copy(step.model, tensor, mesh["tp"])
         if context.method == "ring":
-            name = mesh.get_group().group_name
+            name = mesh["cp"].get_group().group_name
             gpu = None if traced.device.type == "cpu" else traced.device
             context.install(model, RingMode(name, gpu))
         else:
-            context.apply(model, mesh)
+            context.apply(model, mesh["cp"])
+        options = tp_tracing.own_options(traced, tensor)
         try:
-            rank = traced_copy(traced, model, setting, {}, inputs)
+            rank = tp_tracing.traced_copy(traced, model, setting, options, inputs)
         except TraceError as error:
             raise TraceError(
                 f"{error} This is the step of a rank of context parallelism: the model"
                 " and `loss_fn` get a part of the sequence (targets that `loss_fn`"
                 " knows of must be cut as the output is)."
+            ) from error
+        except ArgumentError as error:
+            if tensor.degree == 1:
+                raise
+            raise ArgumentError(
+                f"{error} This is the step of one of tp={tensor.degree} ranks, which"
+                " have a share each of the heads and a part of the sequence."
             ) from error
         return in_gathered_type(rank, setting)
 
@@ -199,7 +228,7 @@ def waits_ms(ops: Sequence[Op], op_ms: Sequence[float]) -> dict[int, float]:
             if place is not None:
                 waits[place] = max(0.0, arrival_ms[place] - now_ms)
                 now_ms += waits[place]
-        if is_collective(op.name):
+        if op.name == _EXCHANGE:
             link_ms = arrival_ms[i] = max(now_ms, link_ms) + op_ms[i]
             running.update(dict.fromkeys(op.creates, i))
             waits[i] = 0.0
@@ -209,8 +238,8 @@ def waits_ms(ops: Sequence[Op], op_ms: Sequence[float]) -> dict[int, float]:
 
 
 def _collectives(tape: Tape) -> list[int]:
-    """Places of the collectives of a group: only those of attention are on the tape."""
-    return [i for i, op in enumerate(tape.ops) if is_collective(op.name)]
+    """Places of what the ranks of a group exchange for attention."""
+    return [i for i, op in enumerate(tape.ops) if op.name == _EXCHANGE]
 
 
 def _sent_bytes(op: Op) -> int:

@@ -17,14 +17,52 @@ from torch.distributed import is_initialized
 
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.context_parallel import ContextParallel
+from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.tp_checks import check
 from autosac.parallel.tp_finding import find_styles, with_divided_loss
-from autosac.parallel.tp_styles import TensorParallel, expanded
+from autosac.parallel.tp_styles import WHOLE, TensorParallel, expanded
 from autosac.quantities import format_bytes, format_ms
 
-Division = TensorParallel | ContextParallel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Both:
+    """Slices of tensors, and parts of the sequence of one batch.
+
+    Attributes:
+        tensor: How neighbouring ranks share slices.
+        context: How groups of these share the sequence.
+    """
+
+    tensor: TensorParallel
+    context: ContextParallel
+
+    @property
+    def degree(self) -> int:
+        """How many ranks see one batch together."""
+        return self.tensor.degree * self.context.degree
+
+
+Division = TensorParallel | ContextParallel | Both
 TpPlan = Mapping[str, str] | Literal["tensor", "sequence", "expert"] | None
+
+
+def division_of(tensor: TensorParallel, context: ContextParallel) -> Division:
+    """How ranks see one batch together."""
+    if context.degree == 1:
+        return tensor
+    if tensor.degree == 1:
+        return context
+    return Both(tensor=tensor, context=context)
+
+
+def parts_of(division: Division) -> tuple[TensorParallel, ContextParallel]:
+    """What a division does to tensors, and to the sequence."""
+    if isinstance(division, Both):
+        return division.tensor, division.context
+    if isinstance(division, ContextParallel):
+        return WHOLE, division
+    return division, WHOLE_SEQUENCE
 
 
 class MeshPlan(Protocol):

@@ -1,4 +1,4 @@
-"""The cheapest mesh of FSDP2 with tensor or context parallelism: each is planned."""
+"""The cheapest mesh of FSDP2, tensor and context parallelism: each is planned."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from autosac.parallel.mesh_racing import (
     MeshRace,
     TpPlan,
     check_no_group,
+    division_of,
+    divisions,
+    parts_of,
     read_degrees,
     read_dimensions,
 )
@@ -53,8 +56,7 @@ def read_mesh(
 
     Raises:
         ArgumentError: A dimension is not known, or a degree does not fit the cluster.
-        UnsupportedError: Stages of pipelines are asked for, or slices of tensors and
-            parts of a sequence at once.
+        UnsupportedError: Stages of pipelines are asked for.
     """
     degrees = read_dimensions(mesh, {"pp": 1, "cp": 1, "tp": 1})
     pipeline, degree = degrees["pp"], degrees["tp"]
@@ -68,10 +70,12 @@ def read_mesh(
         )
     tensors = read_degrees(degree, tp_plan, loss_parallel, spec)
     parts = _read_parts(degrees["cp"], spec)
-    if parts != (1,) and tensors != (1,):
-        raise UnsupportedError(
-            "`mesh` asks for 'cp' and for 'tp', which are not planned together: ask"
-            " for one of them."
+    if not any(_fit(spec, tp, cp) for tp in tensors for cp in parts):
+        raise ArgumentError(
+            f"`mesh` has cp={degrees['cp']} and tp={degree}, and groups of so many"
+            f" ranks do not fit {spec.num_gpus} GPUs in nodes of {spec.gpus_per_node}:"
+            " their product must be a number that 'cp' alone may be, or None tries all"
+            " that fit."
         )
     return tensors, parts
 
@@ -119,90 +123,60 @@ def cheapest_mesh(
     profile: Profile,
     spec: ClusterSpec,
     budget_bytes: int,
-    degrees: tuple[int, ...],
+    degrees: tuple[tuple[int, ...], tuple[int, ...]],
     tp_plan: TpPlan,
     loss_parallel: bool,
+    method: Method,
     setting: Setting,
     make_plan: MakePlan,
 ) -> ParallelPlan:
     """The plan whose batches take least time on a GPU.
 
     Args:
-        profile: The step of the whole model.
+        profile: The step of the whole model on a whole sequence.
         spec: The cluster.
         budget_bytes: Cap on the peak of a rank.
-        degrees: Of tensor parallelism.
+        degrees: Of tensor and of context parallelism, as `read_mesh` gives them.
         tp_plan: Styles; or which to find, None for both kinds.
         loss_parallel: Logits stay divided.
-        setting: What is decided already.
-        make_plan: Plans FSDP2 and recomputation.
-
-    Raises:
-        AutosacError: No degree divides the model; says why the first one does not.
-        InfeasibleBudgetError: No mesh fits.
-    """
-
-    def planned(tensor: TensorParallel) -> ParallelPlan:
-        return _planned(profile, spec, budget_bytes, tensor, setting, make_plan)
-
-    def least_ms(tensor: TensorParallel) -> float:
-        return _least_ms(profile, spec, tensor, setting)
-
-    race = MeshRace(planned, least_ms)
-    race.run(profile.step.model, degrees, tp_plan, loss_parallel)
-    if race.best is not None:
-        return _with_lost(race)
-    if race.least is not None:
-        raise _infeasible(race.least, budget_bytes, spec, "tp", degrees)
-    raise race.refused[0][1]
-
-
-def cheapest_parts(
-    profile: Profile,
-    spec: ClusterSpec,
-    budget_bytes: int,
-    degrees: tuple[int, ...],
-    method: Method,
-    setting: Setting,
-    make_plan: MakePlan,
-) -> ParallelPlan:
-    """The same where ranks have parts of a sequence.
-
-    Args:
-        profile: The step of the whole sequence.
-        spec: The cluster.
-        budget_bytes: Cap on the peak of a rank.
-        degrees: Of context parallelism.
         method: How attention sees the whole sequence.
         setting: What is decided already.
         make_plan: Plans FSDP2 and recomputation.
 
     Raises:
-        AutosacError: The step cannot be done in parts; says why.
+        AutosacError: No degree divides the step; says why the first one does not.
         InfeasibleBudgetError: No mesh fits.
     """
-    check_no_group(degrees)
+    tensors, parts = degrees
+    check_no_group(tensors + parts)
 
-    def planned(context: ContextParallel) -> ParallelPlan:
-        return _planned_part(profile, spec, budget_bytes, context, setting, make_plan)
+    def planned(division: Division) -> ParallelPlan:
+        return _planned(profile, spec, budget_bytes, division, setting, make_plan)
 
-    def least_ms(context: ContextParallel) -> float:
-        if context.degree == 1:
-            return 0.0
-        rank = cp_tracing.rank_profile(profile, context, spec, setting)
-        return _batch_ms(rank, context.degree)
+    def least_ms(division: Division) -> float:
+        return _least_ms(profile, spec, division, setting)
 
     race = MeshRace(planned, least_ms)
-    for degree in degrees:
+    for degree in tensors:
+        fitting = [n for n in parts if _fit(spec, degree, n)]
         try:
-            race.add(cp_tracing.context_of(profile, degree, method))
+            ways = divisions(profile.step.model, degree, tp_plan, loss_parallel)
         except AutosacError as error:
-            race.refused.append((ContextParallel(degree=degree), error))
+            race.refused.append((TensorParallel(degree=degree), error))
+            continue
+        for number in fitting:
+            try:
+                context = cp_tracing.context_of(profile, number, method)
+            except AutosacError as error:
+                race.refused.append((ContextParallel(degree=number), error))
+                continue
+            for tensor in ways:
+                race.add(division_of(tensor, context))
     race.finish()
     if race.best is not None:
         return _with_lost(race)
     if race.least is not None:
-        raise _infeasible(race.least, budget_bytes, spec, "cp", degrees)
+        raise _infeasible(race.least, budget_bytes, spec, degrees)
     raise race.refused[0][1]
 
 
@@ -213,49 +187,40 @@ def _with_lost(race: MeshRace[ParallelPlan]) -> ParallelPlan:
     return replace(race.best, alternatives=(*race.best.alternatives, *lost))
 
 
-def _planned_part(
-    profile: Profile,
-    spec: ClusterSpec,
-    budget_bytes: int,
-    context: ContextParallel,
-    setting: Setting,
-    make_plan: MakePlan,
-) -> ParallelPlan:
-    """The plan of ranks that have parts of a sequence."""
-    degree = context.degree
-    if degree == 1:
-        return make_plan(profile, spec, budget_bytes, 1)
-    rank = cp_tracing.rank_profile(profile, context, spec, setting)
-    late = cp_tracing.late_bytes(rank)
-    try:
-        plan = make_plan(rank, spec, budget_bytes - late, degree)
-    except InfeasibleBudgetError as error:
-        raise _with_late(error, late) from error
-    return replace(
-        plan,
-        context=context,
-        exchange_ms=cp_tracing.exchange_ms(rank),
-        budget_bytes=budget_bytes,
-        late_bytes=plan.late_bytes + late,
-        model=profile.model,
-        alternatives=tuple(
-            replace(other, cp_degree=degree) for other in plan.alternatives
-        ),
-    )
-
-
 def _least_ms(
-    profile: Profile, spec: ClusterSpec, tensor: TensorParallel, setting: Setting
+    profile: Profile, spec: ClusterSpec, division: Division, setting: Setting
 ) -> float:
     """No batch takes less on a GPU: the ops of a rank, but for the optimizer's.
 
     The whole model is planned in any case.
     """
-    if tensor.degree == 1:
+    if division.degree == 1:
         return 0.0
-    _check_step(profile)
-    rank = rank_profile(profile, tensor, spec, setting)
-    return _batch_ms(rank, tensor.degree)
+    rank = _rank_profile(profile, spec, division, setting)
+    return _batch_ms(rank, division.degree)
+
+
+def _rank_profile(
+    profile: Profile, spec: ClusterSpec, division: Division, setting: Setting
+) -> Profile:
+    """The step of one of the ranks that see one batch together."""
+    tensor, context = parts_of(division)
+    if tensor.degree > 1:
+        _check_step(profile)
+    if context.degree == 1:
+        return rank_profile(profile, tensor, spec, setting)
+    others = _others(spec, tensor.degree)
+    return cp_tracing.rank_profile(profile, context, others, setting, tensor)
+
+
+def _others(spec: ClusterSpec, tp_degree: int) -> ClusterSpec:
+    """One rank of each group that shares slices, which lies in one node."""
+    return replace(spec, gpus_per_node=spec.gpus_per_node // tp_degree)
+
+
+def _fit(spec: ClusterSpec, tp_degree: int, cp_degree: int) -> bool:
+    """Whether groups that share a sequence can be made of groups that share slices."""
+    return cp_degree in shard_degrees(_others(spec, tp_degree))
 
 
 def _batch_ms(rank: Profile, degree: int) -> float:
@@ -268,54 +233,55 @@ def _planned(
     profile: Profile,
     spec: ClusterSpec,
     budget_bytes: int,
-    tensor: TensorParallel,
+    division: Division,
     setting: Setting,
     make_plan: MakePlan,
 ) -> ParallelPlan:
     """The plan of one division."""
-    if tensor.degree == 1:
+    if division.degree == 1:
         return make_plan(profile, spec, budget_bytes, 1)
-    tensor = replace(tensor, draws=draws(profile))
-    others = replace(spec, gpus_per_node=spec.gpus_per_node // tensor.degree)
-    rank = rank_profile(profile, tensor, spec, setting)
-    late = late_bytes(rank, tensor.degree)
+    tensor, context = parts_of(division)
+    if tensor.degree > 1:
+        tensor = replace(tensor, draws=draws(profile))
+    others = _others(spec, tensor.degree)
+    rank = _rank_profile(profile, spec, division, setting)
+    late = late_bytes(rank, tensor.degree) + cp_tracing.late_bytes(rank)
     try:
-        plan = make_plan(rank, others, budget_bytes - late, 1)
+        plan = make_plan(rank, others, budget_bytes - late, context.degree)
     except InfeasibleBudgetError as error:
         raise _with_late(error, late) from error
+    waits_ms = exchange_ms(rank, tensor.degree) + cp_tracing.exchange_ms(rank)
     return replace(
         plan,
         tensor=tensor,
-        exchange_ms=exchange_ms(rank, tensor.degree),
+        context=context,
+        exchange_ms=waits_ms,
         budget_bytes=budget_bytes,
         late_bytes=plan.late_bytes + late,
         model=profile.model,
         alternatives=tuple(
-            replace(
-                other,
-                tp_degree=tensor.degree,
-                sequence_parallel=tensor.cuts_sequences,
-                expert_parallel=tensor.has_whole_experts,
-            )
-            for other in plan.alternatives
+            replace(other, **_dimensions(division)) for other in plan.alternatives
         ),
     )
 
 
+def _dimensions(division: Division) -> dict[str, Any]:
+    """What an alternative says of a division."""
+    tensor, context = parts_of(division)
+    return {
+        "tp_degree": tensor.degree,
+        "sequence_parallel": tensor.cuts_sequences,
+        "expert_parallel": tensor.has_whole_experts,
+        "cp_degree": context.degree,
+    }
+
+
 def _alternative(lost: Lost[ParallelPlan]) -> Alternative:
-    plan, division = lost.plan, lost.division
-    if isinstance(division, TensorParallel):
-        dimension: dict[str, Any] = {
-            "tp_degree": division.degree,
-            "sequence_parallel": division.cuts_sequences,
-            "expert_parallel": division.has_whole_experts,
-        }
-    else:
-        dimension = {"cp_degree": division.degree}
+    plan = lost.plan
     return Alternative(
         shard_degree=0 if plan is None else plan.sharding.shard_degree,
         replicate_degree=0 if plan is None else plan.sharding.replicate_degree,
-        **dimension,
+        **_dimensions(lost.division),
         reason=lost.reason,
         step_ms=None if plan is None else plan.step_ms,
         peak_bytes=None if plan is None else plan.peak_bytes,
@@ -345,16 +311,23 @@ def _infeasible(
     least: tuple[InfeasibleBudgetError, Division],
     budget_bytes: int,
     spec: ClusterSpec,
-    name: str,
-    degrees: tuple[int, ...],
+    degrees: tuple[tuple[int, ...], tuple[int, ...]],
 ) -> InfeasibleBudgetError:
     error, division = least
     lowest = error.lowest_peak_bytes
+    own = (part.degree for part in parts_of(division))
+    asked = [
+        (name, tried, degree)
+        for name, tried, degree in zip(("tp", "cp"), degrees, own, strict=True)
+        if tried != (1,)
+    ]
+    tries = " and ".join(f"{name} of {', '.join(map(str, t))}" for name, t, _ in asked)
+    taken = " and ".join(f"{name}={degree}" for name, _, degree in asked)
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"
-        f" {spec.num_gpus} GPUs with {name} of {', '.join(map(str, degrees))}: the"
+        f" {spec.num_gpus} GPUs with {tries}: the"
         f" lowest peak of a rank is {lowest} bytes ({format_bytes(lowest)}) with"
-        f" {name}={division.degree}, made of {format_parts(error.composition)}. Raise"
+        f" {taken}, made of {format_parts(error.composition)}. Raise"
         " the budget to that, or use more GPUs.",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=lowest,

@@ -18,7 +18,7 @@ from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import METHODS, Method
 from autosac.parallel.formulating import Setting
 from autosac.parallel.mesh_racing import TpPlan
-from autosac.parallel.meshes import cheapest_mesh, cheapest_parts, multiples, read_mesh
+from autosac.parallel.meshes import cheapest_mesh, multiples, read_mesh
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.preparing import (
     chooser_of,
@@ -79,8 +79,8 @@ def plan_parallel(
         mesh: ``{"tp": n}``: besides, n ranks of a node share slices of tensors and see
             one batch together; ``{"tp": None}`` tries all that divide a node. None for
             none. ``{"cp": n}``: n ranks have a part each of the sequence of one batch,
-            the second dimension of `inputs`; None tries all that fit the cluster. Not
-            both.
+            the second dimension of `inputs`; None tries all that fit the cluster. With
+            both, groups that share slices share a sequence.
         tp_plan: Which: styles of modules by FQN or pattern (`tp_styles`); "tensor" or
             "sequence" (each rank has a part of the sequence between blocks) to find
             them, from the model's own plan if it is one of Transformers, else by
@@ -126,7 +126,7 @@ def plan_parallel(
     numbers: list[int | None] = [None]
     if segments is not None:
         numbers = list(range(1, read_segments(segments) + 1))
-    tp_degrees, cp_degrees = read_mesh(mesh, tp_plan, loss_parallel, spec)
+    mesh_degrees = read_mesh(mesh, tp_plan, loss_parallel, spec)
     if cp_method not in METHODS:
         raise ArgumentError(
             f"`cp_method` must be one of {', '.join(map(repr, METHODS))}, got"
@@ -182,19 +182,16 @@ def plan_parallel(
                     raise
         return min(plans, key=lambda plan: plan.step_ms)
 
-    if cp_degrees != (1,):
-        return cheapest_parts(
-            profile, spec, budget_bytes, cp_degrees, cp_method, setting, fastest
-        )
-    if tp_degrees == (1,):
+    if mesh_degrees == ((1,), (1,)):
         return fastest(profile, spec, budget_bytes, 1)
     return cheapest_mesh(
         profile,
         spec,
         budget_bytes,
-        tp_degrees,
+        mesh_degrees,
         tp_plan,
         loss_parallel,
+        cp_method,
         setting,
         fastest,
     )

@@ -17,7 +17,7 @@ from autosac._compat_distributed import sharding_mesh
 from autosac.checkpointing import installing
 from autosac.parallel import fsdp_applying
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
-from autosac.parallel.mesh_racing import Division
+from autosac.parallel.mesh_racing import Division, division_of
 from autosac.parallel.sequence_parts import Inputs, part_of
 from autosac.parallel.sharding import FsdpUnit, Sharding
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
@@ -147,24 +147,22 @@ class ParallelPlan(Summarized):
         Ranks that have parts of a sequence are shards as well: FSDP2 shards over both
         dimensions together.
         """
-        degree = self.division.degree
-        if degree == 1:
-            return self.sharding.mesh_shape
         *replicas, shards = self.sharding.mesh_shape
-        return (*replicas, shards // self.context.degree, degree)
+        parts, slices = self.context.degree, self.tensor.degree
+        inner = (degree for degree in (parts, slices) if degree > 1)
+        return (*replicas, shards // parts, *inner)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
-        """Names of these: ``"replicate"``, ``"shard"``, and ``"tp"`` or ``"cp"``."""
+        """Names of these: ``"replicate"``, ``"shard"``, ``"cp"`` and ``"tp"``."""
         names = self.sharding.mesh_dim_names
-        if self.context.degree > 1:
-            return (*names, "cp")
-        return (*names, "tp") if self.tensor.degree > 1 else names
+        names += ("cp",) if self.context.degree > 1 else ()
+        return names + (("tp",) if self.tensor.degree > 1 else ())
 
     @property
     def division(self) -> Division:
         """How ranks see one batch together."""
-        return self.context if self.context.degree > 1 else self.tensor
+        return division_of(self.tensor, self.context)
 
     @property
     def num_gpus(self) -> int:
@@ -254,10 +252,11 @@ class ParallelPlan(Summarized):
         fsdp_applying.check_mesh(self.mesh_shape, self.mesh_dim_names, mesh)
         if self.tensor.degree > 1:
             self.tensor.apply(model, mesh["tp"])
-            mesh = mesh[self.sharding.mesh_dim_names]
         if self.context.degree > 1:
             self.context.apply(model, mesh["cp"])
             mesh = sharding_mesh(mesh, "cp")
+        elif self.tensor.degree > 1:
+            mesh = mesh[self.sharding.mesh_dim_names]
         step = installing.Step(offload_dir=self.offload_dir)
         installing.install(model, self.op_policies, step)
         fsdp_applying.shard(model, self.sharding, mesh)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.distributed.tensor.parallel import loss_parallel
 
@@ -71,7 +71,7 @@ def rank_profile(
         *(cluster.fabric, setting.param_dtype),
     )
     if key not in traced.parallel:
-        _check_experts(traced, tensor)
+        check_experts(traced, tensor)
         with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
             rank = in_gathered_type(_divided(traced, tensor, setting), setting)
         traced.parallel[key] = priced(rank, cluster, tensor, sharded=True)
@@ -79,7 +79,12 @@ def rank_profile(
     return profile
 
 
-def _check_experts(profile: Profile, tensor: TensorParallel) -> None:
+def check_experts(profile: Profile, tensor: TensorParallel) -> None:
+    """Refuse to divide experts of a step whose values decide sizes.
+
+    Raises:
+        UnsupportedError: They do, and it does.
+    """
     if tensor.divides_experts and profile.step.learned.real:
         raise UnsupportedError(
             "Values decide how many rows each expert gets in this step, and what ranks"
@@ -90,10 +95,12 @@ def _check_experts(profile: Profile, tensor: TensorParallel) -> None:
 
 
 @contextlib.contextmanager
-def fake_ranks(degree: int, *, divides_loss: bool) -> Iterator[None]:
-    """This process is the first of ranks that share slices; losses are as on these."""
+def fake_ranks(
+    num_ranks: int, *, divides_loss: bool, place: int = 0
+) -> Iterator[None]:
+    """This process is one of ranks that share slices; losses are as on these."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_group(degree))
+        stack.enter_context(fake_group(num_ranks, place))
         if divides_loss:
             context = loss_parallel()
             context.__enter__()
@@ -102,11 +109,20 @@ def fake_ranks(degree: int, *, divides_loss: bool) -> Iterator[None]:
         yield
 
 
-def divided_copy(model: _Model, tensor: TensorParallel) -> _Model:
-    """What the first rank has of a model, in a fake group that is there."""
+def divided_copy(
+    model: _Model, tensor: TensorParallel, mesh: DeviceMesh | None = None
+) -> _Model:
+    """What a rank has of a model, in a fake group that is there.
+
+    Args:
+        model: The whole.
+        tensor: What is divided.
+        mesh: Of those that share slices, None for all ranks.
+    """
     with AnyCopies():
         model = copy.deepcopy(model)
-    mesh = init_device_mesh("cpu", (tensor.degree,))
+    if mesh is None:
+        mesh = init_device_mesh("cpu", (tensor.degree,))
     tensor.apply(model, mesh, src_data_rank=None)
     return model
 
@@ -114,10 +130,14 @@ def divided_copy(model: _Model, tensor: TensorParallel) -> _Model:
 def _divided(traced: Profile, tensor: TensorParallel, setting: Setting) -> Profile:
     """The step of a divided copy of the model, in a group that is there."""
     model = divided_copy(traced.step.model, tensor)
-    options: dict[str, Any] = {}
-    if tensor.divides_loss:
-        options["loss_fn"] = loss_for(tensor, traced.step.loss_fn or default_loss)
-    return traced_copy(traced, model, setting, options)
+    return traced_copy(traced, model, setting, own_options(traced, tensor))
+
+
+def own_options(traced: Profile, tensor: TensorParallel) -> dict[str, Any]:
+    """Options of the profile of a divided copy that differ from those of the whole."""
+    if not tensor.divides_loss:
+        return {}
+    return {"loss_fn": loss_for(tensor, traced.step.loss_fn or default_loss)}
 
 
 def traced_copy(
@@ -235,7 +255,7 @@ def priced(
     Raises:
         UnsupportedError: Values decide sizes of a step that divides experts.
     """
-    _check_experts(profile, tensor)
+    check_experts(profile, tensor)
     degree = tensor.degree
     group = Group(ranks_per_node=degree, num_nodes=1)
     on_cpu = profile.device.type == "cpu"
