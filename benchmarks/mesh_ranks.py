@@ -7,9 +7,9 @@ tp=2), with and without parts of the sequence between blocks, one of them with a
 divided logits as well, and with parts of the sequence all the time (cp=2), or both at
 once (cp=2 x tp=2), each under two caps: near the least peak and in the middle between
 that and the fastest plan's. Every rank is a process that gloo connects (`rank_server`);
-two of them get one batch, or four with both. What it holds is counted by `allocator_shim.c` on all threads, to the byte; it
-takes a C compiler. oneDNN is switched off: it keeps memory between steps that no plan
-knows of.
+two of them get one batch, or four with both. What it holds is counted by
+`allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
+switched off: it keeps memory between steps that no plan knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
 or if losses or gradients differ from those of one process.
 """
@@ -334,7 +334,9 @@ def _run(cell: Planned) -> RankResult:
     make = recipe.make_optimizer
     assert make is not None
     optimizer = make(model.parameters())
-    args, kwargs = plan.part_of(recipe.inputs(dist.get_rank() // plan.division.degree), mesh)
+    args, kwargs = plan.part_of(
+        recipe.inputs(dist.get_rank() // plan.division.degree), mesh
+    )
     peaks = []
     for number in range(NUM_STEPS):
         gc.collect()

@@ -22,6 +22,7 @@ from dataclasses import replace
 from torch.distributed.device_mesh import init_device_mesh
 
 from autosac.errors import ArgumentError, TraceError, UnsupportedError
+from autosac.parallel import tp_tracing
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import (
     WHOLE_SEQUENCE,
@@ -34,7 +35,6 @@ from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.ring_attention import RingMode
 from autosac.parallel.sequence_mixing import check_tokens_apart
 from autosac.parallel.sequence_parts import part_of, positions_of, shifts_labels
-from autosac.parallel import tp_tracing
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.profiles.profile import Profile
 from autosac.solvers.fsdp.collectives import exchange, shift
@@ -145,8 +145,11 @@ def traced_at(
         divides_loss=tensor.divides_loss,
         place=place * tensor.degree,
     ):
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", "tp"))
-        model = tp_tracing.divided_copy(step.model, tensor, mesh["tp"])
+        # Distributed tensors know of ops on equal meshes before: those of other places
+        # and of real ranks, whose groups are others, have other names.
+        slices = f"tp_at_{place}"
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", slices))
+        model = tp_tracing.divided_copy(step.model, tensor, mesh[slices])
         if context.method == "ring":
             name = mesh["cp"].get_group().group_name
             gpu = None if traced.device.type == "cpu" else traced.device

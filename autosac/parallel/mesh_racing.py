@@ -24,7 +24,6 @@ from autosac.parallel.tp_styles import WHOLE, TensorParallel, expanded
 from autosac.quantities import format_bytes, format_ms
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Both:
     """Slices of tensors, and parts of the sequence of one batch.
@@ -195,6 +194,7 @@ class MeshRace(Generic[_Plan]):
         degrees: Sequence[int],
         tp_plan: TpPlan,
         loss_parallel: bool,
+        beside: Callable[[int], Sequence[ContextParallel]] = lambda _: [WHOLE_SEQUENCE],
     ) -> None:
         """Plan all divisions of a model's tensors.
 
@@ -203,6 +203,7 @@ class MeshRace(Generic[_Plan]):
             degrees: Over how many ranks.
             tp_plan: Styles; or which to find, None for both kinds.
             loss_parallel: Logits stay divided.
+            beside: Such a degree -> how groups of so many ranks may share a sequence.
 
         Raises:
             ArgumentError: The process is a rank already.
@@ -214,8 +215,9 @@ class MeshRace(Generic[_Plan]):
             except AutosacError as error:
                 self.refused.append((TensorParallel(degree=degree), error))
                 continue
-            for tensor in tensors:
-                self.add(tensor)
+            for context in beside(degree):
+                for tensor in tensors:
+                    self.add(division_of(tensor, context))
         self.finish()
 
     def add(self, division: Division) -> None:

@@ -22,15 +22,12 @@ from autosac.parallel.mesh_racing import (
     MeshRace,
     TpPlan,
     check_no_group,
-    division_of,
-    divisions,
     parts_of,
     read_degrees,
     read_dimensions,
 )
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.racing import LATE, shard_degrees
-from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import draws, exchange_ms, late_bytes, rank_profile
 from autosac.profiles.profile import Profile
 from autosac.quantities import format_bytes, format_parts
@@ -148,7 +145,7 @@ def cheapest_mesh(
         InfeasibleBudgetError: No mesh fits.
     """
     tensors, parts = degrees
-    check_no_group(tensors + parts)
+    check_no_group(parts)
 
     def planned(division: Division) -> ParallelPlan:
         return _planned(profile, spec, budget_bytes, division, setting, make_plan)
@@ -157,22 +154,17 @@ def cheapest_mesh(
         return _least_ms(profile, spec, division, setting)
 
     race = MeshRace(planned, least_ms)
-    for degree in tensors:
-        fitting = [n for n in parts if _fit(spec, degree, n)]
+    contexts = []
+    for number in parts:
         try:
-            ways = divisions(profile.step.model, degree, tp_plan, loss_parallel)
+            contexts.append(cp_tracing.context_of(profile, number, method))
         except AutosacError as error:
-            race.refused.append((TensorParallel(degree=degree), error))
-            continue
-        for number in fitting:
-            try:
-                context = cp_tracing.context_of(profile, number, method)
-            except AutosacError as error:
-                race.refused.append((ContextParallel(degree=number), error))
-                continue
-            for tensor in ways:
-                race.add(division_of(tensor, context))
-    race.finish()
+            race.refused.append((ContextParallel(degree=number), error))
+
+    def beside(degree: int) -> list[ContextParallel]:
+        return [own for own in contexts if _fit(spec, degree, own.degree)]
+
+    race.run(profile.step.model, tensors, tp_plan, loss_parallel, beside)
     if race.best is not None:
         return _with_lost(race)
     if race.least is not None:

@@ -370,6 +370,8 @@ class ParallelPlan(Summarized):
 
     def _tensors(self) -> str:
         """How tensors are divided, and what that exchanges."""
+        if self.context.degree > 1:
+            return str(self.tensor)
         return (
             f"{self.tensor}; {format_ms(self.exchange_ms)} of the compute is their"
             " collectives"
@@ -379,7 +381,7 @@ class ParallelPlan(Summarized):
         """How the sequence is shared, and what is waited for that."""
         return (
             f"{self.context}; {format_ms(self.exchange_ms)} of the compute is waiting"
-            " for each other"
+            f" for each other{', for tensors too' * (self.tensor.degree > 1)}"
         )
 
     def _offload(self) -> str:

@@ -95,9 +95,7 @@ def check_experts(profile: Profile, tensor: TensorParallel) -> None:
 
 
 @contextlib.contextmanager
-def fake_ranks(
-    num_ranks: int, *, divides_loss: bool, place: int = 0
-) -> Iterator[None]:
+def fake_ranks(num_ranks: int, *, divides_loss: bool, place: int = 0) -> Iterator[None]:
     """This process is one of ranks that share slices; losses are as on these."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_group(num_ranks, place))

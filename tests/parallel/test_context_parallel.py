@@ -18,12 +18,14 @@ import autosac
 from autosac._compat_distributed import fake_group
 from autosac.costs.kernels import computed_flops
 from autosac.devices.specs import device_spec
-from autosac.parallel import cp_tracing
+from autosac.parallel import cp_tracing, tp_tracing
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.context_parallel import ContextParallel, Exchange, UlyssesMode
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.ring_attention import RingMode
 from autosac.parallel.sequence_parts import part_of
+from autosac.parallel.tp_finding import find_styles
+from autosac.parallel.tp_styles import TensorParallel
 from autosac.step.training_step import finish_step, micro_step
 from benchmarks import allocator_shim, mesh_ranks
 from benchmarks.rank_server import run_ranks
@@ -192,7 +194,12 @@ def tokens():
 
 
 MISUSED = (
-    ({"mesh": {"cp": 2, "tp": 2}}, autosac.UnsupportedError, "not planned together"),
+    (
+        {"mesh": {"cp": 2, "tp": 2}},
+        autosac.ArgumentError,
+        "3 heads.* one of tp=2 ranks",
+    ),
+    ({"mesh": {"cp": 4, "tp": 4}}, autosac.ArgumentError, "do not fit 8 GPUs"),
     ({"mesh": {"cp": 3}}, autosac.ArgumentError, "must be one of 1, 2, 4, 8"),
     ({"mesh": {"cp": 2}, "cp_method": "rings"}, autosac.ArgumentError, "'rings'"),
     ({"mesh": {"cp": 2}, "degrees": [1]}, autosac.ArgumentError, "multiple of cp=2"),
@@ -300,6 +307,43 @@ def test_a_plan_says_what_ranks_share_and_can_be_saved(profile, least, tmp_path)
     assert autosac.ParallelPlan.load(tmp_path / "plan.json") == plan
 
 
+@pytest.fixture(scope="module")
+def profile_of_eight():
+    return mesh_ranks.RECIPES["GPT8"].profile()
+
+
+def test_a_plan_with_slices_and_parts_says_both(profile_of_eight, tmp_path):
+    mesh = {"cp": 2, "tp": 2}
+    with pytest.raises(autosac.InfeasibleBudgetError, match="with tp=2 and cp=2"):
+        cpu_plan(profile_of_eight, 1000, mesh=mesh)
+    plan = cpu_plan(profile_of_eight, "64MiB", mesh=mesh)
+    assert plan.mesh_dim_names == ("shard", "cp", "tp")
+    assert plan.mesh_shape == (1, 2, 2)
+    assert plan.sharding.shard_degree == 2  # over the ranks of a sequence
+    assert plan.batches_per_s == 1e3 / plan.step_ms
+    assert "tensor" in str(plan) and "all-to-all of heads" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    assert autosac.ParallelPlan.load(tmp_path / "plan.json") == plan
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_ranks_that_share_slices_have_the_same_part(profile_of_eight, rank):
+    plan = cpu_plan(profile_of_eight, "64MiB", mesh={"cp": 2, "tp": 2})
+    batch = torch.arange(64)[None].repeat(4, 1)
+    with fake_group(4, rank):
+        (own,), _ = plan.part_of(batch, plan.make_mesh("cpu"))
+    assert torch.equal(own, batch.chunk(2, 1)[rank // 2])
+
+
+def test_all_meshes_of_slices_and_parts_compete(profile_of_eight):
+    plan = cpu_plan(profile_of_eight, "1GiB", mesh={"cp": None, "tp": None})
+    assert plan.division.degree == 1  # everything fits: nothing is to be exchanged
+    assert plan.step_ms == cpu_plan(profile_of_eight, "1GiB").step_ms
+    lost = {(other.cp_degree, other.tp_degree) for other in plan.alternatives}
+    assert {(1, 2), (1, 4), (2, 1), (2, 2), (4, 1)} <= lost
+    assert all(cp * tp <= 4 for cp, tp in lost)
+
+
 def test_no_parts_are_what_is_planned_without(profile):
     assert cpu_plan(profile, "1GiB", mesh={"cp": 1}) == cpu_plan(profile, "1GiB")
     best = cpu_plan(profile, "1GiB", mesh={"cp": None})
@@ -372,6 +416,31 @@ def _attention_flops(profile):
 
 
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
+def test_a_rank_with_slices_and_a_part_does_a_share_of_both(method):
+    # What ranks exchange for tensors is of a part of the sequence, and what they
+    # exchange for attention is of the heads that a rank has.
+    profile = mesh_ranks.RECIPES["GPT8"].profile()
+    model = profile.step.model
+    tensor = TensorParallel(degree=2, styles=find_styles(model))
+    context = cp_tracing.context_of(profile, 2, method)
+    both = cp_tracing.rank_profile(profile, context, SPEC, Setting(), tensor)
+    part = cp_tracing.rank_profile(profile, context, SPEC, Setting())
+    slices = tp_tracing.rank_profile(profile, tensor, SPEC, Setting())
+    for name, alone in (("all_to_all", part), ("all_reduce", slices)):
+        sent = _sent_in_forward(both, name)
+        assert sent
+        assert [2 * nbytes for nbytes in sent] == _sent_in_forward(alone, name)
+
+
+def _sent_in_forward(profile, name):
+    return [
+        op.moved_bytes
+        for op in profile.tape.ops
+        if f".{name}" in op.name and op.phase == "forward"
+    ]
+
+
+@pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_what_attention_keeps_can_be_recomputed(profile, method):
     context = cp_tracing.context_of(profile, 2, method)
     rank = cp_tracing.rank_profile(profile, context, SPEC, Setting())
@@ -410,9 +479,18 @@ def test_a_model_for_gpus_is_planned_on_the_meta_device(method):
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-@pytest.mark.parametrize("name", ["LLAMA", "GPT"])
-def test_real_ranks_keep_cap_prediction_and_gradients(name):
-    cells = list(mesh_ranks.planned(name, 4, 2, (mesh_ranks.CONTEXT,)))
+@pytest.mark.parametrize(
+    ("name", "degree", "kinds"),
+    [
+        ("LLAMA", 2, (mesh_ranks.CONTEXT,)),
+        ("GPT", 2, (mesh_ranks.CONTEXT,)),
+        ("LLAMA8", 1, mesh_ranks.BOTH),
+        ("GPT8", 1, mesh_ranks.BOTH[:2]),
+    ],
+)
+def test_real_ranks_keep_cap_prediction_and_gradients(name, degree, kinds):
+    cells = list(mesh_ranks.planned(name, 4, degree, kinds))
+    assert cells
     assert all(cell.plan.policy for cell in cells)
     for row in mesh_ranks.run_ranks(cells, 4):
         assert row.is_kept, row
