@@ -11,7 +11,7 @@ a model without a plan.
 
 ``--tp 2 --budget 17MiB`` with the first command lets two neighbouring ranks share
 slices of tensors and take one batch together; ``--cp 2`` gives each of them a part of
-its sequence.
+its sequence. With both, four ranks take one batch.
 
 On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
 first, with the number of GPUs as ranks; nothing else changes.
