@@ -88,7 +88,7 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """A block of GPT-2."""
 
-    def __init__(self, head_dim: int) -> None:
+    def __init__(self, head_dim: int = 16) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
         self.attn = Attention(head_dim)
