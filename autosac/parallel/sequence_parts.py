@@ -22,9 +22,7 @@ from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.context_parallel import ContextParallel
 
 _POSITIONS = ("position_ids", "positions")
-_IGNORED = (
-    -100
-)  # label that no loss counts: `ignore_index` of torch.nn.CrossEntropyLoss
+_IGNORED = -100  # label that no loss counts: `ignore_index` of cross entropy
 _SEQUENCE = 1  # dimension
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]

@@ -327,11 +327,9 @@ def test_advice_is_a_table_and_json(figures, tmp_path):
     assert (tmp_path / "advice.csv").read_text().startswith("change,results,how,")
 
 
-@pytest.mark.slow
-def test_settings_of_another_tool_have_their_own_peak(tmp_path):
+def llama(folder):
+    """A small model of Transformers, as it is named on the command line."""
     transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"):
-        pytest.skip("this version of transformers has no `every_n_layers`")
     transformers.LlamaConfig(
         num_hidden_layers=4,
         hidden_size=32,
@@ -341,8 +339,16 @@ def test_settings_of_another_tool_have_their_own_peak(tmp_path):
         vocab_size=64,
         max_position_embeddings=64,
         architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)
-    options = (f"hf:{tmp_path}/config.json", "--optimizer", "adamw", "--length", "64")
+    ).save_pretrained(folder)
+    return f"hf:{folder}/config.json"
+
+
+@pytest.mark.slow
+def test_settings_of_another_tool_have_their_own_peak(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers.PreTrainedModel, "activation_checkpointing_enable"):
+        pytest.skip("this version of transformers has no `every_n_layers`")
+    options = (llama(tmp_path), "--optimizer", "adamw", "--length", "64")
     plain = run_json("estimate", *options)
     budget = (plain["floor_bytes"] + 2 * plain["peak_bytes"]) // 3
 
@@ -424,6 +430,16 @@ def test_the_largest_batch_is_that_of_the_python_function(figures):
 
 
 @pytest.mark.slow
+def test_ranks_share_sequences_by_the_method_that_is_asked_for(tmp_path):
+    given = ("parallel", llama(tmp_path), "--length", "64", "--gpus", "4", "-b", "1GiB")
+    record = run_json(*given, "--mesh", "cp=2")
+    assert record["mesh_shape"][-1] == 2
+    assert record["context"]["method"] == "ulysses"
+    wrong = run(*given, "--mesh", "cp=2", "--cp-method", "rings")
+    assert wrong.exit_code == cli.EXIT_USAGE and "ulysses" in wrong.stderr
+
+
+@pytest.mark.slow
 def test_many_gpus_are_planned_for_and_counted(tmp_path):
     given = (GPT, "--set", "layers=1", "--optimizer", "adamw", "--cluster", "hgx-h100")
     least = run("parallel", *given, "--gpus", "2", "-b", "1KiB", "--json")
@@ -441,8 +457,6 @@ def test_many_gpus_are_planned_for_and_counted(tmp_path):
     assert record["mesh_shape"] == [1, 2] and record["tensor"]["degree"] == 2
     assert record["tensor"]["styles"]["head"] == "loss_parallel"
     assert len(run_json(*with_mesh, "tp=any")["alternatives"]) > 1
-    parts = run_json(*with_mesh, "cp=2", "--cp-method", "ring")
-    assert parts["mesh_shape"] == [1, 2] and parts["context"]["method"] == "ring"
     wrong = run(*with_mesh, "tp")
     assert wrong.exit_code == cli.EXIT_USAGE and "tp=8" in wrong.stderr
     alone = run("min-gpus", *given, "-b", fits, "--ac-units", "nowhere")
