@@ -16,10 +16,12 @@ Exits with 1 if a promise is broken.
 from __future__ import annotations
 
 import argparse
+import itertools
+import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +58,7 @@ MODELS = (
 LARGEST_ERROR = 0.002  # of the predicted peak
 SLOW_BYTES_PER_S = 1e8
 SMALL_BYTES = LEAST_BYTES // 64
+_LAYERS_ROUNDS = 5
 LENGTHS = (8192, 32768, 131072)
 GPUS = ("h100", "gh200")
 _NS = 1e-12
@@ -224,32 +227,26 @@ def layers() -> Iterator[str]:
     (number,) = FULL_LAYERS
     model, tokens = gpt_of(number)
     loss = demo.next_token_loss(tokens)
-    yield f"A GPT of {number} layers (`benchmarks.comparing.scale`), CPU seconds in one"
-    yield "process: the first plan, one for a smaller budget, and the floor of a step"
-    yield "that nothing was asked of before."
+    yield f"A GPT of {number} layers (`benchmarks.comparing.scale`), CPU seconds: the"
+    yield "first plan, one for a smaller budget, and the floor of a step that nothing"
+    yield "was asked of before."
+    yield f"Medians of {_LAYERS_ROUNDS} rounds in which all take turns."
     yield ""
     yield "| device | offload | first plan | next | floor |"
     yield "| --- | --- | ---: | ---: | ---: |"
-    for device in ("cpu", "h100"):
-        for offload in (False, True):
-            taken = []
-            for whole_plans in (True, False):
-                step = autosac.profile(model, tokens, loss_fn=loss, device=device)
-                budget = step.baseline_peak_bytes * 3 // 4
-                jobs: list[Any] = [partial(autosac.floor, step, offload=offload)]
-                if whole_plans:
-                    plan = partial(autosac.plan, step, offload=offload)
-                    jobs = [
-                        partial(plan, memory_budget=budget),
-                        partial(plan, memory_budget=budget * 14 // 15),
-                    ]
-                for job in jobs:
-                    started = time.process_time()
-                    job()
-                    taken.append(f"{time.process_time() - started:.1f}")
-            row = [device, "yes" if offload else "no", *taken]
-            print(*row, flush=True)
-            yield f"| {' | '.join(row)} |"
+    kinds = list(itertools.product(("cpu", "h100"), (False, True)))
+    taken: dict[tuple[str, bool], list[list[float]]] = {kind: [] for kind in kinds}
+    for _ in range(_LAYERS_ROUNDS):
+        for device, offload in kinds:
+            profile = partial(
+                autosac.profile, model, tokens, loss_fn=loss, device=device
+            )
+            taken[device, offload].append(_planning_s(profile, offload))
+    for (device, offload), rounds in taken.items():
+        medians = map(statistics.median, zip(*rounds, strict=True))
+        row = [device, "yes" if offload else "no", *(f"{s:.1f}" for s in medians)]
+        print(*row, flush=True)
+        yield f"| {' | '.join(row)} |"
     yield ""
     yield "And `plan_parallel` of the same model with AdamW on 8 H100 (`hgx-h100`),"
     yield "from the trace on; with offload the plan without is made as well."
@@ -257,6 +254,23 @@ def layers() -> Iterator[str]:
     yield "| budget, of the plain peak | offload | step | bound | CPU s |"
     yield "| ---: | --- | ---: | ---: | ---: |"
     yield from _parallel_rows(model, tokens, loss)
+
+
+def _planning_s(profile: Callable[[], autosac.Profile], offload: bool) -> list[float]:
+    """CPU seconds of a first plan, of another one, and of the floor alone."""
+    step, other = profile(), profile()
+    budget = step.baseline_peak_bytes * 3 // 4
+    jobs: list[Callable[[], object]] = [
+        partial(autosac.plan, step, memory_budget=budget, offload=offload),
+        partial(autosac.plan, step, memory_budget=budget * 14 // 15, offload=offload),
+        partial(autosac.floor, other, offload=offload),
+    ]
+    taken = []
+    for job in jobs:
+        started = time.process_time()
+        job()
+        taken.append(time.process_time() - started)
+    return taken
 
 
 def _parallel_rows(model: Any, tokens: Any, loss_fn: Any) -> Iterator[str]:

@@ -11,37 +11,37 @@ there.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from math import inf
 
 import torch
-from torch import nn
 
 import autosac
-from autosac.checkpointing import installing
 from autosac.devices.links import DISK, Link
-from autosac.devices.specs import device_spec
-from autosac.errors import InfeasibleBudgetError
 from autosac.far_memory import FarMemory
-from autosac.planning.spelling import spell_out
 from autosac.profiles.restricting import restricted
 from autosac.solving.rules_of_thumb import Choice
-from autosac.step.training_step import normalize_inputs, training_step
 from benchmarks.environment import MIB
 from benchmarks.models import Workload, zoo
 from benchmarks.offload_rules import every_input
+from benchmarks.timed_steps import (
+    FAST_FILES,
+    Run,
+    install,
+    medians,
+    planned,
+    profiled,
+    steps,
+)
 
-FAST_FILES = "/dev/shm"  # in memory: as fast as files get
 _COPIED_BYTES = 16 * 2**20
 _COPIES = 8
-_ROUNDS, _WARM_UP = 31, 3
+_ROUNDS = 31
 
-Run = Callable[[], object]
 _KINDS = ("rule", "without", "with", "unpriced")
 
 
@@ -96,7 +96,7 @@ def times(names: Sequence[str], _: list[str]) -> Iterator[str]:
 
 
 def _times_of(name: str, work: Workload, link: Link) -> Iterator[str]:
-    profile = _profiled(work, link)
+    profile = profiled(work, link)
     every = profile.rules.every_kth_block(1)
     moved = every_input(restricted(profile, offload=True))
     rules: dict[str, tuple[Choice | None, int]] = {
@@ -107,28 +107,28 @@ def _times_of(name: str, work: Workload, link: Link) -> Iterator[str]:
     unpriced = replace(profile.device, link=link.without_issue)
     as_free = replace(profile, device=unpriced)
     runs: dict[tuple[str, str], Run] = {
-        ("", one): _run(work, lambda model: None) for one in ("plain", "again")
+        ("", one): steps(work, lambda model: None) for one in ("plain", "again")
     }
     plans: dict[str, dict[str, autosac.Plan | None]] = {}
     for rule, (choice, peak_bytes) in rules.items():
         if choice is not None:
-            runs[rule, "rule"] = _run(work, partial(_install, profile, choice))
+            runs[rule, "rule"] = steps(work, partial(install, profile, choice))
         plans[rule] = {
-            "without": _plan(profile, peak_bytes, offload=False),
-            "with": _plan(profile, peak_bytes, offload=True),
-            "unpriced": _plan(as_free, peak_bytes, offload=True),
+            "without": planned(profile, peak_bytes, offload=False),
+            "with": planned(profile, peak_bytes, offload=True),
+            "unpriced": planned(as_free, peak_bytes, offload=True),
         }
         for kind, plan in plans[rule].items():
             if plan is not None:
-                runs[rule, kind] = _run(work, plan.apply)
-    medians = _medians(runs)
-    plain_ms = medians["", "plain"]
-    noise = medians["", "again"] / plain_ms - 1
+                runs[rule, kind] = steps(work, plan.apply)
+    taken_ms = medians(runs, _ROUNDS)
+    plain_ms = taken_ms["", "plain"]
+    noise = taken_ms["", "again"] / plain_ms - 1
     for rule, (_, peak_bytes) in rules.items():
         own = {
-            kind: medians[rule, kind] / plain_ms
+            kind: taken_ms[rule, kind] / plain_ms
             for kind in _KINDS
-            if (rule, kind) in medians
+            if (rule, kind) in taken_ms
         }
         peak = f"{peak_bytes / MIB:.2f}"
         *figures, free = [f"{own[kind]:.2f}" if kind in own else "" for kind in _KINDS]
@@ -146,56 +146,3 @@ def _busy(plan: autosac.Plan | None, more_ms: float) -> str:
     assert plan is not None
     streamed = sum(len(policy.streamed) for policy in plan.op_policies)
     return f"{(more_ms - plan.recompute_ms) / streamed:.2f}" if streamed else ""
-
-
-def _profiled(work: Workload, link: Link) -> autosac.Profile:
-    torch.manual_seed(0)
-    traced = autosac.profile(
-        work.make_model(),
-        work.make_inputs(),
-        loss_fn=work.loss_fn,
-        device=replace(device_spec("cpu"), link=link),
-    )
-    return autosac.calibrate(traced, progress=False)
-
-
-def _plan(
-    profile: autosac.Profile, budget_bytes: int, *, offload: bool
-) -> autosac.Plan | None:
-    """The plan for a budget, None if nothing fits."""
-    far = {"offload": True, "offload_dir": FAST_FILES} if offload else {}
-    try:
-        return autosac.plan(profile, memory_budget=budget_bytes, **far)
-    except InfeasibleBudgetError:
-        return None
-
-
-def _install(profile: autosac.Profile, choice: Choice, model: nn.Module) -> None:
-    step = installing.Step(offload_dir=FAST_FILES)
-    installing.install(model, spell_out(profile, choice), step)
-
-
-def _run(work: Workload, change: Callable[[nn.Module], object]) -> Run:
-    """Runs a step of a model that was changed."""
-    torch.manual_seed(0)
-    model, inputs = work.make_model(), normalize_inputs(work.make_inputs())
-    change(model)
-
-    def run() -> None:
-        training_step(model, *inputs, loss_fn=work.loss_fn, optimizer=None)
-        model.zero_grad()
-
-    return run
-
-
-def _medians(runs: dict[tuple[str, str], Run]) -> dict[tuple[str, str], float]:
-    """Median milliseconds of CPU time of each, all of which take turns."""
-    taken: dict[tuple[str, str], list[float]] = {key: [] for key in runs}
-    gc.collect()
-    for number in range(-_WARM_UP, _ROUNDS):
-        for key, run in runs.items():
-            begin = time.process_time()
-            run()
-            if number >= 0:
-                taken[key].append(1e3 * (time.process_time() - begin))
-    return {key: statistics.median(ms) for key, ms in taken.items()}

@@ -142,6 +142,11 @@ def parallel(
                     **step.parts(), **step.options, **given, **typed, **far, **parts
                 )
             else:
+                if cp_method != "ulysses":
+                    raise UsageError(
+                        "--cp-method is for cp in --mesh, which stages do not have:"
+                        " leave it out."
+                    )
                 plan = autosac.plan_pipeline(
                     **step.pipeline(), **typed, **stages, **far
                 )

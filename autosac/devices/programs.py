@@ -37,7 +37,6 @@ class ProgramCosts:
 
 
 NO_PROGRAM = ProgramCosts()  # of a GPU: kernels run meanwhile
-# Of eight models under five budgets each and a rule, by what their steps took beyond
-# the plain ones and the ops that ran again: 2 to 37 ms, of which these explain all but
-# 1.4 ms (root mean square; 1.6 ms of a model that they were fitted without).
+# Fitted to steps of eight models; `python -m benchmarks.program_costs` holds them
+# against these and others.
 CPU_PROGRAM = ProgramCosts(unit_ms=0.15, saved_ms=0.009, op_ms=0.02, rerun_ms=0.046)

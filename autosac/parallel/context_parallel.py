@@ -36,6 +36,28 @@ ATTENTION = torch.nn.functional.scaled_dot_product_attention
 HEADS, SEQUENCE = 1, 2  # dimensions of queries, keys and values
 
 
+def check_method(method: str, *, is_shared: bool) -> None:
+    """Refuse a method that is not known, or that nothing would follow.
+
+    Args:
+        method: How attention sees the whole sequence.
+        is_shared: Ranks may have parts of one.
+
+    Raises:
+        ArgumentError: Says which there are, or what to ask for.
+    """
+    if method not in METHODS:
+        raise ArgumentError(
+            f"`cp_method` must be one of {', '.join(map(repr, METHODS))}, got"
+            f" {method!r}."
+        )
+    if method != METHODS[0] and not is_shared:
+        raise ArgumentError(
+            f"`cp_method`={method!r} is given, and `mesh` asks for no parts of a"
+            " sequence: pass mesh={'cp': 2}, or {'cp': None} to try all degrees."
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
     """How ranks share the sequence of a batch.

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from autosac.errors import ArgumentError, InfeasibleBudgetError
+from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.context_parallel import METHODS, Method
+from autosac.parallel.context_parallel import Method, check_method
 from autosac.parallel.formulating import Setting
 from autosac.parallel.mesh_racing import TpPlan
 from autosac.parallel.meshes import cheapest_mesh, multiples, read_mesh
@@ -127,11 +127,7 @@ def plan_parallel(
     if segments is not None:
         numbers = list(range(1, read_segments(segments) + 1))
     mesh_degrees = read_mesh(mesh, tp_plan, loss_parallel, spec)
-    if cp_method not in METHODS:
-        raise ArgumentError(
-            f"`cp_method` must be one of {', '.join(map(repr, METHODS))}, got"
-            f" {cp_method!r}."
-        )
+    check_method(cp_method, is_shared=mesh_degrees[1] != (1,))
     profile = profile_for(spec, model, inputs, options)
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     how = SolveOptions(

@@ -202,6 +202,7 @@ MISUSED = (
     ({"mesh": {"cp": 4, "tp": 4}}, autosac.ArgumentError, "do not fit 8 GPUs"),
     ({"mesh": {"cp": 3}}, autosac.ArgumentError, "must be one of 1, 2, 4, 8"),
     ({"mesh": {"cp": 2}, "cp_method": "rings"}, autosac.ArgumentError, "'rings'"),
+    ({"mesh": {"tp": 1}, "cp_method": "ring"}, autosac.ArgumentError, "{'cp': 2}"),
     ({"mesh": {"cp": 2}, "degrees": [1]}, autosac.ArgumentError, "multiple of cp=2"),
 )
 

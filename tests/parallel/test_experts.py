@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.models.llama4 import modeling_llama4
 from transformers.models.mixtral import modeling_mixtral
@@ -31,6 +30,7 @@ from autosac.parallel.tp_tracing import rank_profile
 from benchmarks import allocator_shim, mesh_ranks
 from benchmarks.mesh_ranks import planned
 from benchmarks.rank_server import run_ranks
+from tests.parallel.gradients import gradients_off
 
 SPEC = replace(cluster_spec("pcie-l40s", num_gpus=4), device=device_spec("cpu"))
 pytestmark = pytest.mark.skipif(
@@ -151,15 +151,8 @@ def _hold_against_whole(rank, size):
         for loss in losses:
             loss.backward()
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6), make
-        wanted = {fqn: p.grad for fqn, p in whole.named_parameters()}
-        largest = max(g.abs().max() for g in wanted.values() if g is not None)
-        for fqn, parameter in divided.named_parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor):
-                gradient = gradient.full_tensor()
-            if wanted[fqn] is not None:
-                off = (gradient - wanted[fqn]).abs().max()
-                assert off <= 1e-5 * largest, (make, kind, fqn, off, largest)
+        off = gradients_off(whole, divided)
+        assert all(share <= 1e-5 for share in off.values()), (make, kind, off)
 
 
 @pytest.mark.slow

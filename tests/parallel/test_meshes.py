@@ -20,6 +20,7 @@ from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import TensorParallel, apply, check
 from benchmarks import allocator_shim, mesh_ranks
 from benchmarks.rank_server import run_ranks
+from tests.parallel.gradients import gradients_off
 
 VOCABULARY, LENGTH, WIDTH = 64, 16, 32
 SPEC = replace(cluster_spec("pcie-l40s", num_gpus=4), device=device_spec("cpu"))
@@ -206,15 +207,8 @@ def _hold_against_whole(rank, name):
             for loss in losses:
                 loss.backward()
         assert losses[1].item() == pytest.approx(losses[0].item(), rel=1e-6), make
-        wanted = {fqn: p.grad for fqn, p in whole.named_parameters()}
-        largest = max(g.abs().max() for g in wanted.values() if g is not None)
-        for fqn, parameter in divided.named_parameters():
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor):
-                gradient = gradient.full_tensor()
-            if wanted[fqn] is not None:
-                off = (gradient - wanted[fqn]).abs().max()
-                assert off <= 1e-5 * largest, (make, sequence, fqn)
+        off = gradients_off(whole, divided)
+        assert all(share <= 1e-5 for share in off.values()), (make, sequence, off)
 
 
 @pytest.mark.slow
