@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 def make_model() -> nn.Sequential:
-    """The same model each time."""
+    """The same model each time, on the default device."""
     torch.manual_seed(0)
     return nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
 
@@ -94,9 +94,14 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Milliseconds that a call takes."""
+    """Milliseconds that a call takes, the GPU waited for if the default device is one."""
+    on_gpu = torch.get_default_device().type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
     begin = time.perf_counter()
     run()
+    if on_gpu:
+        torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - begin)
 
 
@@ -132,9 +137,13 @@ def table(medians: dict[str, float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=300)
-    num_rounds = parser.parse_args().rounds
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    num_rounds = options.rounds
     torch.set_num_threads(1)
-    medians = measure(num_rounds)
+    with torch.device(options.device):
+        medians = measure(num_rounds)
     title = (
         f"# Host cost: {NUM_BLOCKS} blocks of width {WIDTH}, forward and backward\n\n"
         f"`python -m benchmarks.host_cost`: medians of {num_rounds} rounds in which all"
@@ -142,9 +151,9 @@ def main() -> None:
         " baseline.\n"
         + "".join(f"\n- {key}: {value}" for key, value in environment().items())
     )
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(f"{title}\n\n{table(medians)}\n")
-    print(RESULT.read_text())
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_text(f"{title}\n\n{table(medians)}\n")
+    print(options.output.read_text())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,290 @@
+"""One rank of many on one GPU: `python -m benchmarks.gpu_ranks`.
+
+`plan_parallel` plans models for nodes of eight H100s, without a GPU, under caps near
+the least peak and half way to the fastest plan's. One rank of each plan then trains on
+the GPU that is here, in a fake process group whose collectives do nothing: FSDP2,
+tensor parallelism, autograd, CUDA's streams and the allocator are the real ones, at
+any number of ranks. Its memory is held against the prediction: what was asked for
+(`requested_bytes`), what the allocator handed out for it (`max_memory_allocated`) and
+reserved. Every plan has a process of its own.
+
+    python -m benchmarks.gpu_ranks [--cases llama:fsdp] [--jobs 6]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor.parallel import loss_parallel
+
+import autosac
+from autosac._compat_distributed import fake_group
+from autosac.parallel.clusters import cluster_spec
+from autosac.step.training_step import finish_step, micro_step
+from benchmarks import gpu_tables
+from benchmarks.environment import MIB
+from benchmarks.kept_promises import under_caps
+from benchmarks.models.workload import labelled
+
+RESULT = Path(__file__).parent / "results" / "gpu_ranks.md"
+LARGEST_ERROR = 0.01
+_CLUSTER, _NUM_STEPS = "hgx-h100", 3
+_VOCABULARY, _LENGTH = 32000, 2048
+_HALF = {"param_dtype": "bfloat16", "reduce_dtype": "float32"}
+
+
+def _llama(family: str, **more: Any) -> nn.Module:
+    config = getattr(transformers, f"{family}Config")(
+        num_hidden_layers=8,
+        hidden_size=2048,
+        intermediate_size=5632,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=_LENGTH,
+        vocab_size=_VOCABULARY,
+        use_cache=False,
+        **more,
+    )
+    model: nn.Module = getattr(transformers, f"{family}ForCausalLM")(config)
+    return model.train()
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=12, n_embd=1024, n_head=16, n_positions=_LENGTH, use_cache=False
+    )
+    model: nn.Module = transformers.GPT2LMHeadModel(config)
+    return model.train()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "llama": partial(_llama, "Llama"),
+    "qwen3": partial(_llama, "Qwen3", head_dim=128),
+    "gpt2": _gpt2,
+}
+DIVISIONS: dict[str, dict[str, Any]] = {
+    "fsdp": {"num_gpus": 8, "degrees": [8]},
+    "hsdp": {"num_gpus": 16, "degrees": [8]},
+    "half": {"num_gpus": 8, "degrees": [8], **_HALF},
+    "tp": {"num_gpus": 16, "mesh": {"tp": 2}, "degrees": [8], "tp_plan": "tensor"},
+    "sp": {"num_gpus": 32, "mesh": {"tp": 4}, "degrees": [8], "tp_plan": "sequence"},
+    "sp-half": {
+        "num_gpus": 32,
+        "mesh": {"tp": 4},
+        "degrees": [8],
+        "tp_plan": "sequence",
+        **_HALF,
+    },
+    "sp-loss": {
+        "num_gpus": 32,
+        "mesh": {"tp": 4},
+        "degrees": [8],
+        "tp_plan": "sequence",
+        "loss_parallel": True,
+    },
+    "cp": {"num_gpus": 16, "mesh": {"cp": 4}, "degrees": [16]},
+    "cp-half": {"num_gpus": 16, "mesh": {"cp": 4}, "degrees": [16], **_HALF},
+    "cp-tp": {
+        "num_gpus": 32,
+        "mesh": {"cp": 2, "tp": 2},
+        "degrees": [16],
+        "tp_plan": "sequence",
+    },
+}
+CASES = (
+    *(f"llama:{division}" for division in DIVISIONS),
+    *(f"gpt2:{division}" for division in ("fsdp", "half", "cp", "cp-half")),
+    *(f"qwen3:{division}" for division in ("half", "sp-half", "cp-half")),
+)
+
+
+def _batch(device: str) -> dict[str, torch.Tensor]:
+    made = labelled(_VOCABULARY, 2, _LENGTH)
+    return {name: tensor.to(device) for name, tensor in made.items()}
+
+
+def plans(case: str) -> Iterator[autosac.ParallelPlan]:
+    """Plans of a case under two caps, made as if no GPU were present."""
+    model, _, division = case.partition(":")
+    options = dict(DIVISIONS[division])
+    cluster = cluster_spec(_CLUSTER, num_gpus=options.pop("num_gpus"))
+
+    def plan(cap: int) -> autosac.ParallelPlan:
+        with torch.device("meta"):
+            traced = MODELS[model]()
+        return autosac.plan_parallel(
+            traced,
+            _batch("cpu"),
+            cluster=cluster,
+            memory_budget=cap,
+            optimizer=torch.optim.AdamW,
+            **options,
+        )
+
+    yield from under_caps(plan)
+
+
+def run(case: str, device: str) -> Iterator[dict[str, Any]]:
+    """What one rank of each plan holds in its third step."""
+    for plan in plans(case):
+        begin = time.monotonic()
+        dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
+        yield {
+            "case": case,
+            "mesh": " x ".join(f"{size} {name}" for name, size in dimensions),
+            "ac_units": len(plan.policy),
+            "budget": plan.budget_bytes,
+            "predicted": plan.peak_bytes,
+            **_measured(case, plan, device),
+            "seconds": round(time.monotonic() - begin, 1),
+        }
+
+
+def _measured(case: str, plan: autosac.ParallelPlan, device: str) -> dict[str, int]:
+    model_name, _, _ = case.partition(":")
+    with fake_group(plan.num_gpus):
+        mesh = plan.make_mesh(device)
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = MODELS[model_name]()
+        plan.apply(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        args, kwargs = plan.part_of(_batch(device), mesh)
+        for _ in range(_NUM_STEPS):
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                between = torch.cuda.memory_allocated()
+            with loss_parallel() if plan.tensor.divides_loss else nullcontext():
+                loss = micro_step(
+                    model, args, kwargs, loss_fn=None, autocast=None, accumulate=1
+                )
+            del loss
+            finish_step(model, optimizer, None)
+            model.zero_grad()
+        if device != "cuda":
+            return {"between": 0, "requested": 0, "allocated": 0, "reserved": 0}
+        stats = torch.cuda.memory_stats()
+        return {
+            "between": between,
+            "requested": stats["requested_bytes.all.peak"],
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+        }
+
+
+# --- processes and the page -------------------------------------------------------
+
+
+def _run_apart(case: str, device: str, timeout_s: float) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "benchmarks.gpu_ranks", "--in-process"]
+    command += ["--cases", case, "--device", device]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired as error:
+        told = (error.stdout or b"").decode() if error.stdout else ""
+        return [*_rows(told), {"case": case, "error": "no time left"}]
+    rows = _rows(done.stdout)
+    departed = [line for line in done.stderr.splitlines() if "AC unit" in line]
+    print(*departed[:2], sep="\n", flush=True)
+    if done.returncode:
+        print(done.stderr[-3000:], flush=True)
+        rows.append({"case": case, "error": done.stderr.strip()[-300:]})
+    print(case, rows, flush=True)
+    return rows
+
+
+def _rows(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def kept(row: dict[str, Any]) -> bool:
+    """Whether a rank's memory is within 1 % of the prediction and below the cap."""
+    if "error" in row:
+        return False
+    near = abs(row["predicted"] / row["allocated"] - 1) <= LARGEST_ERROR
+    return bool(near and row["allocated"] <= row["budget"])
+
+
+def page(rows: list[dict[str, Any]], device: str) -> str:
+    """The result as Markdown."""
+    where = ", ".join(f"{k} {v}" for k, v in gpu_tables.environment(device).items())
+    lines = [
+        "# One rank of many on one GPU",
+        "",
+        f"`python -m benchmarks.gpu_ranks`: {where}",
+        "",
+        f"{sum(map(kept, rows))} of {len(rows)} plans hold what was predicted without a"
+        f" GPU to {LARGEST_ERROR:.0%} and keep the cap. MiB of one rank's third step;"
+        " collectives are those of a fake group.",
+        "",
+        "| model | mesh | AC units | cap | predicted | asked for | error | handed out"
+        " | error | reserved | kept |",
+        f"| --- | --- |{' ---: |' * 8} --- |",
+    ]
+    for row in rows:
+        if "error" in row:
+            lines.append(f"| {row['case']} | {row['error']} |")
+            continue
+        asked, handed = row["requested"], row["allocated"]
+        cells = [
+            row["case"],
+            row["mesh"],
+            str(row["ac_units"]),
+            f"{row['budget'] / MIB:,.1f}",
+            f"{row['predicted'] / MIB:,.1f}",
+            f"{asked / MIB:,.1f}",
+            f"{row['predicted'] / asked - 1:+.2%}",
+            f"{handed / MIB:,.1f}",
+            f"{row['predicted'] / handed - 1:+.2%}",
+            f"{row['reserved'] / MIB:,.0f}",
+            "yes" if kept(row) else "**no**",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run all cases; the exit code tells whether every plan was kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--jobs", type=int, default=4, help="processes side by side")
+    parser.add_argument("--timeout-s", type=float, default=200.0, help="of a process")
+    parser.add_argument("--in-process", action="store_true", help="print rows only")
+    parser.add_argument("--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    cases = options.cases.split(",")
+    torch.set_num_threads(1)
+    if options.in_process:
+        for case in cases:
+            for row in run(case, options.device):
+                print(json.dumps(row), flush=True)
+        return 0
+    apart = partial(_run_apart, device=options.device, timeout_s=options.timeout_s)
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows = [row for rows in pool.map(apart, cases) for row in rows]
+    options.output.write_text(page(rows, options.device))
+    print(options.output.read_text())
+    return 0 if all(map(kept, rows)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
