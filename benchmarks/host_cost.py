@@ -94,7 +94,7 @@ def _loss(output: torch.Tensor) -> torch.Tensor:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Milliseconds that a call takes, the GPU waited for if the default device is one."""
+    """Milliseconds that a call takes, with those of a GPU that is the default."""
     on_gpu = torch.get_default_device().type == "cuda"
     if on_gpu:
         torch.cuda.synchronize()
