@@ -2,12 +2,13 @@
 
 On the CPU the program and the ops share the time: a unit is followed in forward as its
 ops run, what autograd saves of it passes through Python there and back, and what runs
-again is written down first. On a GPU kernels run meanwhile (`costs.host`).
+again is written down first. On a GPU kernels run meanwhile, and the longer of both
+decides (`costs.host`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,22 +19,30 @@ class ProgramCosts:
         unit_ms: Of each call that is a unit,
         saved_ms: of each tensor that autograd saves in one,
         op_ms: of each op in one that is no view,
-        rerun_ms: and of each op that runs again.
+        rerun_ms: of each op that runs again,
+        call_ms: and of each op call in one, views too.
     """
 
     unit_ms: float = 0.0
     saved_ms: float = 0.0
     op_ms: float = 0.0
     rerun_ms: float = 0.0
+    call_ms: float = 0.0
 
-    def followed_ms(self, num_saved: int, num_ops: int) -> float:
+    def followed_ms(self, num_saved: int, num_ops: int, num_calls: int) -> float:
         """Time that a unit takes whatever runs again of it.
 
         Args:
             num_saved: Tensors that autograd saves in it.
             num_ops: Ops in it that are no views.
+            num_calls: All of its op calls.
         """
-        return self.unit_ms + num_saved * self.saved_ms + num_ops * self.op_ms
+        of_ops_ms = num_ops * self.op_ms + num_calls * self.call_ms
+        return self.unit_ms + num_saved * self.saved_ms + of_ops_ms
+
+    def scaled(self, factor: float) -> ProgramCosts:
+        """All of it, so many times."""
+        return ProgramCosts(**{n: factor * ms for n, ms in asdict(self).items()})
 
 
 NO_PROGRAM = ProgramCosts()  # of a GPU: kernels run meanwhile

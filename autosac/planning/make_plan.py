@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +15,7 @@ from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
 from autosac.planning import offload_advice
 from autosac.planning.dry_running import confirm, is_quick, leave_out, wants_dry_run
+from autosac.planning.eager_steps import fastest, times_of
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
@@ -158,7 +160,7 @@ def _make_plan(
     least: Choice | None = None  # confirmed, of units of which some are none any more
     for _ in range(_MOST_LEFT_OUT):
         try:
-            chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
+            chosen, bound_ms = _choose_fastest(profile, budget_bytes, start, solving)
         except InfeasibleBudgetError:
             if least is None:
                 raise
@@ -183,6 +185,18 @@ def _make_plan(
     else:
         raise SolverError(difference)
     return _as_plan(profile, budget_bytes, chosen, policies, bound_ms)
+
+
+def _choose_fastest(
+    profile: TracedStep,
+    budget_bytes: int,
+    start: sac.Start | None,
+    solving: dict[str, Any],
+) -> tuple[Choice, float]:
+    """As `choose`, by the time of an eager step where its host's speed is known."""
+    chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)
+    by_sums = partial(choose, budget_bytes=budget_bytes, **solving)
+    return fastest(profile, chosen, bound_ms, budget_bytes, by_sums)
 
 
 def lowest_plan(profile: TracedStep, budget_bytes: int) -> Plan:
@@ -328,16 +342,16 @@ def _as_plan(
     policies: tuple[OpPolicy, ...],
     bound_ms: float,
 ) -> Plan:
-    added_ms = recompute_ms(chosen)
+    times = times_of(profile, chosen, bound_ms)
     return Plan(
         policy=policy_ratios(profile, chosen),
         op_policies=policies,
         budget_bytes=budget_bytes,
         peak_bytes=profile.peak_bytes(chosen),
         baseline_peak_bytes=profile.baseline_peak_bytes,
-        recompute_ms=added_ms,
-        step_ms=profile.baseline_ms + added_ms,
-        bound_ms=min(bound_ms, added_ms),
+        recompute_ms=times.added_ms,
+        step_ms=times.step_ms,
+        bound_ms=times.bound_ms,
         composition=profile.composition(chosen),
         device=profile.device.name,
         calibrated=profile.calibrated,

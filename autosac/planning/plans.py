@@ -29,7 +29,7 @@ from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.step.batch_signatures import BatchSignature
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
-from autosac.units.policies import RERUN, OpPolicy
+from autosac.units.policies import OpPolicy
 from autosac.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -152,11 +152,7 @@ class Plan(Summarized):
         """
         if self.traced is None:
             return None
-        actions = (one.actions + one.onward for one in self.op_policies)
-        num_rerun = sum(text.count(RERUN) for text in actions)
-        num_followed = sum(len(one.names) for one in self.op_policies)
-        tape, device = self.traced.tape, self.traced.device
-        return host_ms(tape, device, num_rerun=num_rerun, num_followed=num_followed)
+        return host_ms(self.traced.tape, self.traced.device, self.op_policies)
 
     def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
         """The plans that batches of a signature follow, or that of the highest peak."""

@@ -289,4 +289,13 @@ def calibrate(
         tape = as_measured(profile.step, tape)
     else:
         warn_of_other_formulas(tape)
-    return replace(profile, tape=tape, costs=costs)
+    return replace(profile, tape=tape, costs=costs, device=_with_host(profile, device))
+
+
+def _with_host(profile: Profile, device: torch.device) -> DeviceSpec:
+    """The device with the speed of its host, unless that is to count nothing."""
+    from autosac.costs.host import measured_host_op_ms
+
+    if device.type != "cuda" or not profile.device.host_op_ms:
+        return profile.device
+    return replace(profile.device, host_op_ms=measured_host_op_ms(device))

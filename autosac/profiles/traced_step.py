@@ -51,12 +51,12 @@ from autosac.units.unit import Unit
 # What budgets leave to an allocator: so many bytes, and one byte of so many.
 _BLOCK_BYTES, _ONE_OF_BLOCKS = 2**21, 500
 # Caches of the same step under other conditions.
-VARIANTS = ("with_given_units", "with_other_caps", "with_offload")
+VARIANTS = ("with_given_units", "with_other_caps", "with_offload", "with_host")
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
     *("units_by_name", "chooser", "roomy_chooser", "_varied", "dry_runs", "statistics"),
     *("_curves", *VARIANTS, "far_units"),
-    *("moved_blocks", "streamed", "streaming"),
+    *("known_eager", "moved_blocks", "streamed", "streaming"),
 )
 
 
@@ -403,6 +403,16 @@ class TracedStep(Summarized):
     @cached_property
     def with_offload(self) -> dict[int | None, TracedStep]:
         """Cache of this step with offload, by the most bytes in far memory."""
+        return {}
+
+    @cached_property
+    def known_eager(self) -> list[tuple[int, Mapping[Unit, Policy]]]:
+        """Peaks and choices of plans whose time the host decided."""
+        return []
+
+    @cached_property
+    def with_host(self) -> dict[float, TracedStep]:
+        """Cache of this step whose ops count some of the host's time instead."""
         return {}
 
     @cached_property

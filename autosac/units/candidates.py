@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from autosac.devices.programs import ProgramCosts
 from autosac.step.tape import ModuleCall, Op, Tape
 from autosac.units.groups import Group, TapeIndex, lasting, make_groups
+from autosac.units.policies import is_listed
 from autosac.units.unit import Unit
 
 _MOST_GROUPS = 2000  # of a unit with candidates inside: a whole model of many layers
@@ -154,7 +155,9 @@ def make_unit(
             if index.held_elsewhere_until(s, saved) < trigger
         ),
         followed_ms=program.followed_ms(
-            len(saved), sum(not tape.ops[i].is_view for i in ops)
+            len(saved),
+            num_ops=sum(not tape.ops[i].is_view for i in ops),
+            num_calls=sum(is_listed(tape.ops[i]) for i in ops),
         ),
     )
 

@@ -274,7 +274,7 @@ def find_streamed(
         key="streamed",
         activation_bytes=0,
         sole_bytes=0,
-        followed_ms=program.followed_ms(len(saved), 0),
+        followed_ms=program.followed_ms(len(saved), 0, 0),
         streams=streams,
         link=link,
         starts=tuple(index.starts),
