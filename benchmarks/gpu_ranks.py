@@ -263,8 +263,8 @@ def page(rows: list[dict[str, Any]], device: str) -> str:
         f"{sum(map(kept, rows))} of {len(rows)} plans ask for what was predicted"
         f" without a GPU to {LARGEST_ASKED:.1%}, within the cap, and are handed out at"
         f" most {LARGEST_ERROR:.0%} more. MiB of one rank's third step; collectives are"
-        " those of a fake group. *room*: how far above what is handed out the lowest cap on"
-        " what is reserved lay under which steps still ended.",
+        " those of a fake group. *room*: how far above what is handed out the lowest"
+        " cap on what is reserved lay under which steps still ended.",
         "",
         "| model | mesh | AC units | cap | predicted | asked for | error | handed out"
         " | error | reserved | room | kept |",

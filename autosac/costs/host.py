@@ -87,26 +87,26 @@ def measured_host_op_ms(device: torch.device) -> float:
 
     Of a few small layers, forward and backward, whose kernels take next to nothing.
     """
-    with torch.random.fork_rng(devices=[]):
-        layers = _layers().to(device)
-    inputs = torch.ones(_ROWS, _WIDTH, device=device)
+    with torch.inference_mode(mode=False), torch.enable_grad():
+        layers = _layers(device)
+        inputs = torch.ones(_ROWS, _WIDTH, device=device)
 
-    def step() -> None:
-        layers(inputs).sum().backward()
-        layers.zero_grad()
+        def step() -> None:
+            layers(inputs).sum().backward()
+            layers.zero_grad()
 
-    with _Counter() as counter:
-        step()
-    taken_ms = []
-    for number in range(-_WARM_UP, _TIMES):
-        _finish(device)
-        begin = time.perf_counter()
-        step()
-        _finish(device)
-        if number >= 0:
-            taken_ms.append(1e3 * (time.perf_counter() - begin))
-    taken: float = median(taken_ms)
-    return taken / counter.num_ops
+        counter = _Counter()
+        with counter:
+            step()
+        taken_ms: list[float] = []
+        for number in range(-_WARM_UP, _TIMES):
+            _finish(device)
+            begin = time.perf_counter()
+            step()
+            _finish(device)
+            if number >= 0:
+                taken_ms.append(1e3 * (time.perf_counter() - begin))
+    return median(taken_ms) / counter.num_ops
 
 
 class _Block(nn.Module):
@@ -121,8 +121,14 @@ class _Block(nn.Module):
         return out
 
 
-def _layers() -> nn.Sequential:
-    return nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
+def _layers(device: torch.device) -> nn.Sequential:
+    """Layers of which nothing is drawn."""
+    with torch.device("meta"):
+        layers = nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
+    layers.to_empty(device=device)
+    for parameter in layers.parameters():
+        nn.init.constant_(parameter, 0.01)
+    return layers
 
 
 def _finish(device: torch.device) -> None:
