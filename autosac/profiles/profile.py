@@ -277,6 +277,7 @@ def calibrate(
             costs = modelled_costs(tape, profile.device)
             profile = replace(profile, step=step, tape=tape, costs=costs)
             profile = replace(profile, redrawn=_redrawn(profile))
+    spec = _with_host(profile, device)  # first: its workspaces are given back by others
     tape, costs = calibrated(
         profile.tape,
         profile.op_ms,
@@ -289,7 +290,7 @@ def calibrate(
         tape = as_measured(profile.step, tape)
     else:
         warn_of_other_formulas(tape)
-    return replace(profile, tape=tape, costs=costs, device=_with_host(profile, device))
+    return replace(profile, tape=tape, costs=costs, device=spec)
 
 
 def _with_host(profile: Profile, device: torch.device) -> DeviceSpec:
