@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autosac.checkpointing import batch_variants, installing
-from autosac.costs.host import host_ms, time_notes
+from autosac.costs.host import host_times, time_notes
 from autosac.devices.allocator_settings import Cap
 from autosac.errors import PlanMismatchError
 from autosac.planning import offload_advice, plan_files
@@ -152,7 +152,8 @@ class Plan(Summarized):
         """
         if self.traced is None:
             return None
-        return host_ms(self.traced.tape, self.traced.device, self.op_policies)
+        tape, device = self.traced.tape, self.traced.device
+        return host_times(tape, device, self.op_policies).step_ms
 
     def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
         """The plans that batches of a signature follow, or that of the highest peak."""

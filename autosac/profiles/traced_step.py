@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from autosac._compat_distributed import is_collective
-from autosac.costs.host import host_ms
+from autosac.costs.host import host_times
 from autosac.costs.sources import Calibration, OpCosts, calibration
 from autosac.devices.allocator_settings import AllocatorSettings, Cap
 from autosac.devices.specs import DeviceSpec
@@ -411,8 +411,8 @@ class TracedStep(Summarized):
         return []
 
     @cached_property
-    def with_host(self) -> dict[float, TracedStep]:
-        """Cache of this step whose ops count some of the host's time instead."""
+    def with_host(self) -> dict[tuple[float, float], TracedStep]:
+        """Cache of this step, whose units take some of the host's time instead."""
         return {}
 
     @cached_property
@@ -477,7 +477,7 @@ class TracedStep(Summarized):
     @cached_property
     def host_ms(self) -> float:
         """Time in which the host issues the step's ops, see `costs.host`."""
-        return host_ms(self.tape, self.device)
+        return host_times(self.tape, self.device).step_ms
 
     def traced(self) -> TracedStep:
         """The step without the user's objects: this one."""

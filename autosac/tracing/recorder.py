@@ -38,8 +38,9 @@ from autosac.tracing.saving import Holder, Saved
 from autosac.tracing.writing_in_place import of_real_step
 
 _FORWARD_PHASES = ("forward", "loss")
-_LITERAL = torch.ops.aten.lift_fresh.default
-_ZEROS = torch.ops.aten.zeros.default
+_LITERAL, _ZEROS = torch.ops.aten.lift_fresh.default, torch.ops.aten.zeros.default
+# Seed and offset of its dropout, its last results, lie on the host.
+_HOST_SEEDS = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _OVERWRITTEN = object()  # in place of the key of a call whose values must not be known
 
 
@@ -201,7 +202,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         read = [] if func is _LITERAL else inputs  # its memory is born with the output
         reads = self._indices(read, 0, "input", strided=strided)
         call, out = self._run(key, func, args, kwargs, inputs)
-        if self.target is not None:
+        if self.target is not None or func is _HOST_SEEDS:
             self._note_gpu(func, inputs, out)
         born = self.tick()
         outputs = [out] if isinstance(out, torch.Tensor) else list(tensors_in(out))
@@ -296,6 +297,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
 
     def _note_gpu(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
         """Note what an op does otherwise on the GPU that the tensors stand for."""
+        if func is _HOST_SEEDS:
+            self.exempt(out[2:])
         # What is computed from CPU scalars alone stays on the CPU.
         if self.phase == "optimizer" and (func is _LITERAL or self.are_exempt(inputs)):
             self.exempt(tensors_in((out,)))

@@ -55,9 +55,11 @@ def blocks():
 
 
 def test_the_host_issues_every_op_that_is_no_view(blocks):
-    num_ops = sum(bool(op.creates or op.writes) for op in blocks.tape.ops)
+    issued = [op.phase for op in blocks.tape.ops if op.creates or op.writes]
+    num_backward = issued.count("backward")
+    times = 1.15 * (len(issued) - num_backward) + 0.8 * num_backward
 
-    assert blocks.host_ms == pytest.approx(num_ops * H100.host_op_ms)
+    assert blocks.host_ms == pytest.approx(times * H100.host_op_ms)
     assert autosac.estimate(blocks).host_ms == blocks.host_ms
 
 
@@ -65,10 +67,11 @@ def test_a_plan_costs_the_host_its_units_and_what_they_run_again(blocks):
     plan = autosac.plan(blocks, memory_budget=autosac.floor(blocks))
     actions = "".join(policy.actions for policy in plan.op_policies)
     num_rerun, num_followed = actions.count("R"), len(actions)
+    num_units = len(plan.op_policies)
 
     assert num_followed > num_rerun
-    added = (1.2 * num_rerun + 0.9 * num_followed) * H100.host_op_ms
-    assert plan.host_ms == pytest.approx(blocks.host_ms + added)
+    times = 2.8 * num_units + 0.8 * num_followed + 1.5 * num_rerun
+    assert plan.host_ms == pytest.approx(blocks.host_ms + times * H100.host_op_ms)
     assert plan.step_ms == pytest.approx(blocks.baseline_ms + plan.recompute_ms)
     assert "which decides how long an eager step takes" in str(plan)
     assert "sure" in str(plan)
