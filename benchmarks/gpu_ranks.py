@@ -7,7 +7,7 @@ tensor parallelism, autograd, CUDA's streams and the allocator are the real ones
 any number of ranks. Its memory is held against the prediction: what was asked for
 (`requested_bytes`), what the allocator handed out for it (`max_memory_allocated`) and
 reserved. Last, steps run under lower and lower caps on what is reserved, as a smaller
-GPU would set one. Every case has a process of its own.
+GPU would set one. Every plan has a process of its own.
 
     python -m benchmarks.gpu_ranks [--cases llama:fsdp] [--jobs 6]
 """
@@ -19,7 +19,6 @@ import gc
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -40,7 +39,7 @@ from autosac.step.training_step import finish_step, micro_step
 from benchmarks import gpu_tables
 from benchmarks.environment import MIB
 from benchmarks.gpu_runs import clean
-from benchmarks.kept_promises import under_caps
+from benchmarks.kept_promises import SHARES, under_caps
 from benchmarks.models.workload import labelled
 
 RESULT = Path(__file__).parent / "results" / "gpu_ranks.md"
@@ -144,20 +143,18 @@ def plans(case: str) -> Iterator[autosac.ParallelPlan]:
     yield from under_caps(plan)
 
 
-def run(case: str, device: str) -> Iterator[dict[str, Any]]:
-    """What one rank of each plan holds in its third step."""
-    for plan in plans(case):
-        begin = time.monotonic()
-        dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
-        yield {
-            "case": case,
-            "mesh": " x ".join(f"{size} {name}" for name, size in dimensions),
-            "ac_units": len(plan.policy),
-            "budget": plan.budget_bytes,
-            "predicted": plan.peak_bytes,
-            **_measured(case, plan, device),
-            "seconds": round(time.monotonic() - begin, 1),
-        }
+def run(case: str, number: int, device: str) -> dict[str, Any]:
+    """What one rank of a plan, by its number, holds in its third step."""
+    plan = list(plans(case))[number]
+    dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
+    return {
+        "case": case,
+        "mesh": " x ".join(f"{size} {name}" for name, size in dimensions),
+        "ac_units": len(plan.policy),
+        "budget": plan.budget_bytes,
+        "predicted": plan.peak_bytes,
+        **_measured(case, plan, device),
+    }
 
 
 def _measured(case: str, plan: autosac.ParallelPlan, device: str) -> dict[str, float]:
@@ -219,28 +216,24 @@ def _least_room(step: Callable[[], None], handed_out: int) -> float:
 # --- processes and the page -------------------------------------------------------
 
 
-def _run_apart(case: str, device: str, timeout_s: float) -> list[dict[str, Any]]:
+def _run_apart(one: tuple[str, int], device: str, timeout_s: float) -> dict[str, Any]:
+    case, number = one
     command = [sys.executable, "-m", "benchmarks.gpu_ranks", "--in-process"]
-    command += ["--cases", case, "--device", device]
+    command += ["--cases", case, "--number", str(number), "--device", device]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s
         )
-    except subprocess.TimeoutExpired as error:
-        told = (error.stdout or b"").decode() if error.stdout else ""
-        return [*_rows(told), {"case": case, "error": "no time left"}]
-    rows = _rows(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"case": case, "error": "no time left"}
     departed = [line for line in done.stderr.splitlines() if "AC unit" in line]
     print(*departed[:2], sep="\n", flush=True)
     if done.returncode:
         print(done.stderr[-3000:], flush=True)
-        rows.append({"case": case, "error": done.stderr.strip()[-300:]})
-    print(case, rows, flush=True)
-    return rows
-
-
-def _rows(text: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+        return {"case": case, "error": done.stderr.strip().splitlines()[-1][:300]}
+    row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    print(row, flush=True)
+    return row
 
 
 def kept(row: dict[str, Any]) -> bool:
@@ -300,19 +293,19 @@ def main() -> int:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--jobs", type=int, default=4, help="processes side by side")
     parser.add_argument("--timeout-s", type=float, default=200.0, help="of a process")
-    parser.add_argument("--in-process", action="store_true", help="print rows only")
+    parser.add_argument("--in-process", action="store_true", help="print a row only")
+    parser.add_argument("--number", type=int, default=0, help="of its case's plan")
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
     cases = options.cases.split(",")
     torch.set_num_threads(1)
     if options.in_process:
-        for case in cases:
-            for row in run(case, options.device):
-                print(json.dumps(row), flush=True)
+        print(json.dumps(run(cases[0], options.number, options.device)), flush=True)
         return 0
     apart = partial(_run_apart, device=options.device, timeout_s=options.timeout_s)
+    every = [(case, number) for case in cases for number in range(len(SHARES))]
     with ThreadPoolExecutor(options.jobs) as pool:
-        rows = [row for rows in pool.map(apart, cases) for row in rows]
+        rows = list(pool.map(apart, every))
     options.output.write_text(page(rows, options.device))
     print(options.output.read_text())
     return 0 if all(map(kept, rows)) else 1
