@@ -57,7 +57,7 @@ class Plan(Summarized):
             what was offloaded; on the CPU with what the program takes to follow units;
             on a GPU that is here what the plan adds to `step_ms`.
         step_ms: Predicted time of a step's kernels, recomputation included; on a GPU
-            that is here that of each pass, of its kernels or its host if that is slower.
+            that is here of each pass the time of kernels or host, whichever is longer.
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
             their Pareto-optimal save sets, in the MILP's memory model: on the CPU that
             of the tape, on a GPU with blocks as large as the allocator's in the plain
