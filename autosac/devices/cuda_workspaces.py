@@ -185,7 +185,7 @@ def _copies(*names: str) -> Callable[[dict[str, Any]], list[int]]:
 
     `layer_norm_cuda`, `_fused_rms_norm_cuda` and their backward passes in
     cuda/layer_norm_kernel.cu (`expect_contiguous`); `host_softmax` and
-    `host_softmax_backward` in cuda/SoftMax.cu.
+    `host_softmax_backward` in cuda/SoftMax.cu; cudnn/GridSampler.cpp.
     """
 
     def copies(given: dict[str, Any]) -> list[int]:
@@ -249,6 +249,8 @@ _FORMULAS: dict[str, Callable[[dict[str, Any]], list[int]]] = {
     "aten.native_layer_norm_backward.default": _copies("grad_out", "input"),
     "aten._fused_rms_norm.default": _copies("input"),
     "aten._fused_rms_norm_backward.default": _copies("grad_out", "input"),
+    "aten.cudnn_grid_sampler.default": _copies("self", "grid"),
+    "aten.cudnn_grid_sampler_backward.default": _copies("self", "grid", "grad_output"),
     "aten._softmax.default": _copies("self"),
     "aten._softmax_backward_data.default": _softmax_backward,
     "aten._log_softmax.default": _copies("self"),

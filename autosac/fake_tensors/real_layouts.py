@@ -85,7 +85,21 @@ def _grouped_mm(
     return torch.empty_strided(size, stride, dtype=dtype, device=left.device)
 
 
+def _sampled(images: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
+    """`cudnn_grid_sampler_forward` in aten/src/ATen/native/cudnn/GridSampler.cpp."""
+    return images.new_empty((*images.shape[:2], *grid.shape[1:3]))
+
+
+def _sampled_backward(
+    images: torch.Tensor, grid: torch.Tensor, _: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`cudnn_grid_sampler_backward` there."""
+    return images.new_empty(images.shape), grid.new_empty(grid.shape)
+
+
 _OWN_KERNELS: dict[str, Callable[..., Any]] = {
+    "aten.cudnn_grid_sampler.default": _sampled,
+    "aten.cudnn_grid_sampler_backward.default": _sampled_backward,
     "aten._ctc_loss.Tensor": _ctc_loss,
     "aten._ctc_loss.default": _ctc_loss,
     "aten._grouped_mm.default": _grouped_mm,

@@ -54,6 +54,7 @@ _RECURRENT = (
 _CTC_LOSS = ("ctc_loss.IntList", "ctc_loss.Tensor")
 # Limits of `_select_batch_norm_backend` in aten/src/ATen/native/Normalization.cpp.
 _CUDNN_BATCH_NORM_SAMPLES = {True: 880801, False: 65535}
+_CUDNN_GRID_TYPES = {torch.float64, torch.float32, torch.float16}
 _CUDNN_MOST_ELEMENTS = 2**31 - 1
 _MIOPEN_MOST_DIMENSIONS = 5
 # Optimizer state that is a CPU scalar unless `capturable` or `fused` (torch/optim).
@@ -110,7 +111,7 @@ def _kernels(device: DeviceSpec) -> dict[str, Callable[..., Any]]:
         "dropout": _dropout,
         "softmax.int": functools.partial(_softmax, "softmax"),
         "log_softmax.int": functools.partial(_softmax, "log_softmax"),
-        "grid_sampler": _grid_sampler,
+        "grid_sampler": functools.partial(_grid_sampler, device),
         "group_norm": _group_norm,
         "_batch_norm_impl_index": functools.partial(_batch_norm, device),
         "scaled_dot_product_attention": functools.partial(attention.attend, device),
@@ -177,16 +178,23 @@ def _group_norm(input: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 def _grid_sampler(
+    device: DeviceSpec,
     input: torch.Tensor,
     grid: torch.Tensor,
     interpolation_mode: int,
     padding_mode: int,
     align_corners: bool,
 ) -> torch.Tensor:
-    """Grid sampling of a GPU; cuDNN's is refused (`cond_cudnn_grid_sampler`)."""
+    """Grid sampling of a GPU: `cond_cudnn_grid_sampler` in GridSamplerUtils.h."""
     bilinear, zeros = interpolation_mode == 0, padding_mode == 0
-    if bilinear and zeros and align_corners and input.dim() == 4:
-        _refuse("grid_sampler")
+    is_kind = bilinear and zeros and align_corners and input.dim() == 4
+    types_fit = {input.dtype, grid.dtype} <= _CUDNN_GRID_TYPES
+    sizes = (input.numel(), grid.numel())
+    sizes_fit = input.shape[1:2] <= (1024,) and max(sizes) < _CUDNN_MOST_ELEMENTS
+    is_here = device.vendor == "nvidia" and torch.backends.cudnn.enabled
+    if is_kind and types_fit and sizes_fit and is_here:
+        sampled: torch.Tensor = torch.ops.aten.cudnn_grid_sampler(input, grid)
+        return sampled
     out: torch.Tensor = _compat_gpu.composite(
         torch.ops.aten.grid_sampler.default,
         input,

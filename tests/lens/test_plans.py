@@ -311,17 +311,37 @@ def test_refuses_recurrent_layers(kind):
         profile(kind(8, 8), torch.zeros(shape), device=A100)
 
 
-def test_refuses_other_ops_whose_kernel_is_unknown():
+@pytest.mark.parametrize(
+    ("dtype", "channels", "align_corners", "by_cudnn"),
+    [
+        (torch.float32, 1024, True, True),
+        (torch.float16, 8, True, True),
+        (torch.bfloat16, 8, True, False),
+        (torch.float32, 1025, True, False),
+        (torch.float32, 8, False, False),
+    ],
+)
+def test_grids_are_sampled_by_cudnn_where_it_takes_them(
+    dtype, channels, align_corners, by_cudnn
+):
+    """`cond_cudnn_grid_sampler` in aten/src/ATen/native/GridSamplerUtils.h."""
+
     class Sampled(nn.Module):
         def __init__(self):
             super().__init__()
-            self.grid = nn.Parameter(torch.zeros(1, 4, 4, 2))
+            self.grid = nn.Parameter(torch.zeros(2, 3, 5, 2, dtype=dtype))
 
         def forward(self, x):
-            return functional.grid_sample(x, self.grid, align_corners=True)
+            return functional.grid_sample(x, self.grid, align_corners=align_corners)
 
-    with pytest.raises(NotImplementedError, match="grid_sampler cannot be planned"):
-        profile(Sampled(), torch.zeros(1, 1, 4, 4), device=A100)
+    images = torch.zeros(2, channels, 4, 4, dtype=dtype, requires_grad=True)
+    traced = profile(Sampled(), images, device=A100, loss_fn=torch.sum)
+    sampling = [op for op in traced.tape.ops if "grid_sampler" in op.name]
+    kernel = "cudnn_grid_sampler" if by_cudnn else "grid_sampler_2d"
+    names = [op.name for op in sampling]
+    assert names == [f"aten.{kernel}.default", f"aten.{kernel}_backward.default"]
+    assert sampling[0].shapes[-1 if by_cudnn else 0][-2:] == (3, 5)
+    assert tuple(images.shape) in sampling[1].shapes
 
 
 def test_asks_for_the_compute_capability():
