@@ -9,8 +9,9 @@ the same in the first backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,11 @@ from autosac.simulation.caching_allocator import (
     CachingAllocator,
     small_block_bytes,
 )
+from autosac.simulation.large_blocks import LargeBlocks
 from autosac.step.ledger import Ledger
 from autosac.step.tape import IntArray, Op, Tape
 
 _DEFAULT = AllocatorSettings()
-_NEVER = 2**62  # after all instants
 _MOST_STEPS = 8  # a bound on work: none was seen to need more than five
 
 
@@ -103,9 +104,9 @@ def block_bytes(
     step: Ledger, first: FirstStep | None, settings: AllocatorSettings
 ) -> IntArray:
     """Size of the block that each allocation of a step gets in the end; 0 for none."""
-    sizes = np.zeros_like(step.nbytes)
-    replay(step, first=first, settings=settings, sizes=sizes)
-    return sizes
+    blocks = _Requests(step.nbytes.tolist(), CachingAllocator(settings=settings))
+    _play(step, first, settings, blocks, np.zeros_like(step.nbytes))
+    return np.array(blocks.sizes, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,44 +144,12 @@ def handed_out(
     small_bytes = small_block_bytes(step.nbytes)
     if settings.garbage_collection_threshold is not None:
         small_bytes[:] = 0  # what goes depends on all that is reserved
-    steps: list[HandedOut] = []
-    is_small = small_bytes > 0
-    large = replace(step, nbytes=np.where(is_small, 0, step.nbytes))
-    replay(large, first=first, settings=settings, steps=steps)
-    small = replace(step, nbytes=small_bytes, constant_bytes=0)
-    of_first = small
-    if first is not None:
-        of_first = _first(small, _born(first, settings), first.absent)
-    is_old = step.born <= 0
-    return [
-        _with_small(found, small if number else of_first, is_old)
-        for number, found in enumerate(steps)
-    ]
-
-
-def _with_small(
-    large: HandedOut, small: Ledger, is_old: npt.NDArray[np.bool_]
-) -> HandedOut:
-    """What is handed out to large requests and to small ones.
-
-    Args:
-        large: What large ones get in a step.
-        small: The small ones of that step.
-        is_old: Which entries are there when a step begins.
-    """
-    stays = small.died >= small.end
-    died = np.where(stays, _NEVER, small.died)
-    nbytes = np.where(died > small.born, small.nbytes, 0)
-    timeline = replace(small, died=died, nbytes=nbytes).timeline()
-    keys = np.union1d(large.keys, timeline.keys.clip(min=0))
-    keys = keys[keys < _NEVER]
-    of_large = large.keys.searchsorted(keys, side="right") - 1
-    of_small = timeline.keys.searchsorted(keys, side="right")
-    return HandedOut(
-        keys=keys,
-        nbytes=large.nbytes[of_large] + np.append(0, timeline.live_bytes)[of_small],
-        between_steps=large.between_steps + int(small.nbytes[stays | is_old].sum()),
+    blocks: _Blocks = _Requests(
+        step.nbytes.tolist(), CachingAllocator(settings=settings)
     )
+    if replace(settings, state_is_loaded=False) == _DEFAULT:
+        blocks = LargeBlocks.of(step.nbytes)
+    return _play(step, first, settings, blocks, small_bytes)
 
 
 def replay(
@@ -189,7 +158,6 @@ def replay(
     first: FirstStep | None = None,
     settings: AllocatorSettings = _DEFAULT,
     capacity_bytes: int | None = None,
-    sizes: IntArray | None = None,
     steps: list[HandedOut] | None = None,
 ) -> CachingAllocator:
     """What the allocator does in the first steps of a training.
@@ -203,7 +171,6 @@ def replay(
         first: How the first one differs; None for not at all.
         settings: Of the allocator and the program.
         capacity_bytes: Most that can be reserved; None for no limit.
-        sizes: Takes the size of every allocation's last block.
         steps: Takes what is handed out during each step.
 
     Returns:
@@ -213,44 +180,120 @@ def replay(
         OutOfMemory: The steps do not fit the capacity.
     """
     allocator = CachingAllocator(capacity_bytes, settings)
-    is_real = (step.nbytes > 0) & (step.died > step.born)
-    old = np.flatnonzero(is_real & (step.born <= 0)).tolist()
-    nbytes = step.nbytes.tolist()
-    addresses: dict[int, int] = {}
-
-    def allocate(index: int) -> None:
-        address = addresses[index] = allocator.allocate(nbytes[index])
-        if sizes is not None:
-            sizes[index] = allocator.block_size(address)
-
-    born = {} if first is None else _born(first, settings)
-    for index in old:
-        if index not in born:
-            allocate(index)
-    steady = _events(step)
-    for number in range(_MOST_STEPS):
-        reserved_bytes = allocator.peak_reserved_bytes
-        events = steady
-        if number == 0 and first is not None and born:
-            events = _events(_first(step, born, first.absent))
-        live = {0: allocator.allocated_bytes}
-        for time, index, is_birth in events:
-            if is_birth:
-                allocate(index)
-            else:
-                allocator.free(addresses.pop(index))
-            live[time] = allocator.allocated_bytes
-        # The next batch comes before the gradients of this one go.
-        for index in old:
-            if index not in addresses:
-                allocate(index)
-        if steps is not None:
-            steps.append(_handed_out(live, allocator.allocated_bytes))
-        for index in [i for i in addresses if step.born[i] > 0]:
-            allocator.free(addresses.pop(index))
-        if number and allocator.peak_reserved_bytes == reserved_bytes:
-            break
+    blocks = _Requests(step.nbytes.tolist(), allocator)
+    played = _play(step, first, settings, blocks, np.zeros_like(step.nbytes))
+    if steps is not None:
+        steps += played
     return allocator
+
+
+class _Blocks(Protocol):
+    """An allocator that plays events of numbered requests: see `LargeBlocks`."""
+
+    @property
+    def addresses(self) -> Sequence[int]:
+        """Address of each request's block, -1 while it has none."""
+
+    @property
+    def reserved_bytes(self) -> int:
+        """The most that was reserved at once."""
+
+    def play(self, events: Iterable[int]) -> IntArray:
+        """Give a block to each request i among the events, take it from each ~i.
+
+        Returns:
+            Bytes that each event adds to what is in use.
+        """
+
+
+@dataclass(slots=True)
+class _Requests:
+    """Plays events of numbered requests on any allocator, as `_Blocks`.
+
+    Attributes:
+        nbytes: Size of each request.
+        allocator: Serves them.
+        addresses: As `_Blocks`.
+        sizes: Of each request's last block; 0 for none.
+    """
+
+    nbytes: list[int]
+    allocator: CachingAllocator
+    addresses: list[int] = field(init=False)
+    sizes: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.addresses = [-1] * len(self.nbytes)
+        self.sizes = [0] * len(self.nbytes)
+
+    @property
+    def reserved_bytes(self) -> int:
+        return self.allocator.peak_reserved_bytes
+
+    def play(self, events: Iterable[int]) -> IntArray:
+        changes = []
+        for event in events:
+            if event >= 0:
+                address = self.allocator.allocate(self.nbytes[event])
+                self.addresses[event] = address
+                self.sizes[event] = self.allocator.block_size(address)
+                changes.append(self.sizes[event])
+            else:
+                self.allocator.free(self.addresses[~event])
+                self.addresses[~event] = -1
+                changes.append(-self.sizes[~event])
+        return np.array(changes, dtype=np.int64)
+
+
+def _play(
+    step: Ledger,
+    first: FirstStep | None,
+    settings: AllocatorSettings,
+    blocks: _Blocks,
+    small_bytes: IntArray,
+) -> list[HandedOut]:
+    """Play steps until one reserves nothing more: see `replay`.
+
+    Args:
+        step: The allocations of a steady one.
+        first: How the first one differs; None for not at all.
+        settings: When there is state before the first one.
+        blocks: Gives blocks to those that are not small.
+        small_bytes: Sizes of the blocks of those that are, which add up; 0 for others.
+    """
+    is_old = (step.nbytes > 0) & (step.died > step.born) & (step.born <= 0)
+    old = np.flatnonzero(is_old & (small_bytes == 0)).tolist()
+    born = {} if first is None else _born(first, settings)
+    later = list(born)
+    large = int(blocks.play(index for index in old if index not in born).sum())
+    small_at_start = int(small_bytes[is_old].sum())
+    small = small_at_start - int(small_bytes[later][is_old[later]].sum())
+    steady = _events(step, small_bytes)
+    steps: list[HandedOut] = []
+    for number in range(_MOST_STEPS):
+        reserved_bytes, events = blocks.reserved_bytes, steady
+        if number == 0 and first is not None and born:
+            events = _events(_first(step, born, first.absent), small_bytes)
+        changes = events.changes.copy()
+        changes[0] = large + small
+        changes[events.places] = played = blocks.play(events.numbers)
+        # The next batch comes before the gradients of this one go.
+        missing = [index for index in old if blocks.addresses[index] < 0]
+        large += int(played.sum()) + int(blocks.play(missing).sum())
+        small = int(small_bytes[is_old | events.stays].sum())
+        steps.append(
+            HandedOut(
+                keys=events.times[events.is_last],
+                nbytes=np.cumsum(changes)[events.is_last],
+                between_steps=large + small,
+            )
+        )
+        left = np.flatnonzero(events.stays & (small_bytes == 0) & ~is_old)
+        large += int(blocks.play((~left).tolist()).sum())
+        small = small_at_start
+        if number and blocks.reserved_bytes == reserved_bytes:
+            break
+    return steps
 
 
 def _born(first: FirstStep, settings: AllocatorSettings) -> dict[int, int]:
@@ -270,22 +313,43 @@ def _first(step: Ledger, born: dict[int, int], absent: frozenset[int]) -> Ledger
     return replace(step, born=births, nbytes=nbytes)
 
 
-def _events(step: Ledger) -> list[tuple[int, int, bool]]:
-    """Time, births and deaths in a step; at the same time deaths come first."""
-    real = np.flatnonzero((step.nbytes > 0) & (step.died > step.born))
-    births = real[step.born[real] > 0]
-    deaths = real[step.died[real] < step.end]
-    index = np.concatenate([deaths, births])
-    time = np.concatenate([step.died[deaths], step.born[births]])
-    order = np.argsort(time, kind="stable")
-    flags: Iterable[bool] = (order >= len(deaths)).tolist()
-    times, places = time[order].tolist(), index[order].tolist()
-    return list(zip(times, places, flags, strict=True))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Events:
+    """Births and deaths in a step; at the same time deaths come first.
+
+    Attributes:
+        times: Instants, the first one that of the beginning, shape (n,).
+        is_last: Whether nothing else happens at the same one, likewise.
+        changes: Bytes that each adds to the small blocks in use, likewise.
+        numbers: Those of the other blocks, as `_Blocks.play` takes them,
+        places: and which of the n they are.
+        stays: What is born and does not die, by entry of the step.
+    """
+
+    times: IntArray
+    is_last: npt.NDArray[np.bool_]
+    changes: IntArray
+    numbers: list[int]
+    places: IntArray
+    stays: npt.NDArray[np.bool_]
 
 
-def _handed_out(live: dict[int, int], between_steps: int) -> HandedOut:
-    return HandedOut(
-        keys=np.fromiter(live, dtype=np.int64),
-        nbytes=np.fromiter(live.values(), dtype=np.int64),
-        between_steps=between_steps,
+def _events(step: Ledger, small_bytes: IntArray) -> _Events:
+    """Read the events of a step off its allocations."""
+    is_real = (step.nbytes > 0) & (step.died > step.born)
+    births = np.flatnonzero(is_real & (step.born > 0))
+    deaths = np.flatnonzero(is_real & (step.died < step.end))
+    times = np.concatenate([step.died[deaths], step.born[births]])
+    order = np.argsort(times, kind="stable")
+    times = np.append(0, times[order])
+    nbytes = np.concatenate([-small_bytes[deaths], small_bytes[births]])[order]
+    numbers = np.concatenate([~deaths, births])[order]
+    is_large = nbytes == 0
+    return _Events(
+        times=times,
+        is_last=np.append(times[1:] != times[:-1], True),
+        changes=np.append(0, nbytes),
+        numbers=numbers[is_large].tolist(),
+        places=np.flatnonzero(is_large) + 1,
+        stays=is_real & (step.born > 0) & (step.died >= step.end),
     )

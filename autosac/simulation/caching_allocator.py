@@ -39,8 +39,8 @@ from autosac.errors import AutosacError
 from autosac.quantities import rounded_up
 from autosac.step.tape import IntArray
 
-_MIN_BLOCK_BYTES = 512  # kMinBlockSize
-_SMALL_BYTES = 2**20  # kSmallSize
+MIN_BLOCK_BYTES = 512  # kMinBlockSize
+SMALL_BYTES = 2**20  # kSmallSize
 _SMALL_SEGMENT_BYTES = 2 * 2**20  # kSmallBuffer
 _LARGE_SEGMENT_BYTES = 20 * 2**20  # kLargeBuffer
 _MIN_LARGE_BYTES = 10 * 2**20  # kMinLargeAlloc
@@ -135,8 +135,8 @@ class CachingAllocator:
         Raises:
             OutOfMemory: A new segment would exceed the capacity.
         """
-        size = -(-num_bytes // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
-        pool = self._small if size <= _SMALL_BYTES else self._large
+        size = -(-num_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        pool = self._small if size <= SMALL_BYTES else self._large
         pool.requests += 1
         free = pool.free
         place = bisect_left(free, (size,))
@@ -216,9 +216,9 @@ class CachingAllocator:
     def _is_split(self, pool: _Pool, size: int, rest: int) -> bool:
         """Whether what is left of a block beyond a request becomes one of its own."""
         if pool.is_small or self._expands:
-            return rest >= _MIN_BLOCK_BYTES
+            return rest >= MIN_BLOCK_BYTES
         most = self._most_split_bytes
-        return rest > _SMALL_BYTES and (most is None or size < most)
+        return rest > SMALL_BYTES and (most is None or size < most)
 
     def _cut(self, block: _Block, size: int) -> _Block:
         """Cut a block in two; returns what is behind so many bytes."""
@@ -403,13 +403,13 @@ def _room(block: _Block) -> int:
 
 def small_block_bytes(nbytes: IntArray) -> IntArray:
     """Size of the blocks of small requests, likewise; 0 for none and for large ones."""
-    sizes = -(-nbytes // _MIN_BLOCK_BYTES) * _MIN_BLOCK_BYTES
-    return np.where(sizes <= _SMALL_BYTES, sizes, 0)
+    sizes = -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+    return np.where(sizes <= SMALL_BYTES, sizes, 0)
 
 
 def segment_bytes(size: int) -> int:
     """Size of the segment that is reserved for a rounded request."""
-    if size <= _SMALL_BYTES:
+    if size <= SMALL_BYTES:
         return _SMALL_SEGMENT_BYTES
     if size < _MIN_LARGE_BYTES:
         return _LARGE_SEGMENT_BYTES
