@@ -22,9 +22,9 @@ def test_a_dear_choice_leads_to_a_cheaper_one_that_fits_and_always_to_the_same(
     dear = profile.rules.every_kth_block(1)
     budget_bytes = profile.peak_bytes(dear)
 
-    cheaper = anneal(profile.simulator, profile.formulation, dear, budget_bytes)
+    cheaper = anneal(profile.simulator, profile.formulation, dear, dear, budget_bytes)
 
     assert profile.peak_bytes(cheaper) <= budget_bytes
     assert recompute_ms(cheaper) < 0.9 * recompute_ms(dear)
-    again = anneal(profile.simulator, profile.formulation, dear, budget_bytes)
+    again = anneal(profile.simulator, profile.formulation, dear, dear, budget_bytes)
     assert again == cheaper

@@ -22,18 +22,21 @@ from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
 _MOST_PIECES = 2_000_000  # of memory in all simulations
-_MOST_BLOCKS = 500_000  # of an allocator in all replays: a second or two
+_MOST_BLOCKS = 250_000  # of an allocator in all replays: half a second
 _TRIES = 20  # moves for each one that is simulated
 _MOST_POINTS = 24  # of a unit
 _DOUBLE_BYTES = 2**21  # above the budget cost as much as the choice takes
-_WARMTH = 0.04  # of its time: what moves may cost at first,
-_WORST = 1.1  # and most of it that any choice takes
+_WARMTH = 0.04  # of its time: what moves may cost at first
 _STEPS = (-3, -2, -1, 1, 2, 3)  # on a unit's curve
 _LESS = 1.0 - 1e-9
 
 
 def anneal(
-    simulator: Simulator, formulation: Formulation, choice: Choice, budget_bytes: int
+    simulator: Simulator,
+    formulation: Formulation,
+    choice: Choice,
+    start: Choice,
+    budget_bytes: int,
 ) -> Choice:
     """A choice that fits and takes no longer than one that does; the same every time.
 
@@ -41,6 +44,7 @@ def anneal(
         simulator: Says the peaks.
         formulation: The curves of the units.
         choice: One that fits.
+        start: Where to begin: there, or at a cheaper one that breaks the budget.
         budget_bytes: Cap on the true peak.
     """
     points = [
@@ -48,8 +52,17 @@ def anneal(
         for unit, curve in zip(formulation.units, formulation.curves, strict=True)
     ]
     moves = _Moves(dict(zip(formulation.units, points, strict=True)))
-    own_ms = best_ms = recompute_ms(choice)
-    best, now, now_cost = choice, choice, own_ms
+    best, best_ms = choice, recompute_ms(choice)
+    now, own_ms = start, recompute_ms(start)
+
+    def excess(choice: Choice) -> int:
+        return max(0, simulator.true_peak_bytes(choice) - budget_bytes)
+
+    def cost(choice: Choice) -> float:
+        over = excess(choice) / _DOUBLE_BYTES
+        return recompute_ms(choice) + own_ms * over
+
+    now_cost = cost(now)
     most = _MOST_PIECES // simulator.num_storages
     replays_left = _MOST_BLOCKS // simulator.num_storages
     left = most
@@ -58,21 +71,19 @@ def anneal(
             break
         changed = moves.changed(now, best_ms)
         time_ms = recompute_ms(changed)
-        if time_ms > _WORST * best_ms or not changed:
+        if time_ms >= best_ms * _LESS or not changed:
             continue
         left -= 1
         over = simulator.peak_bytes(changed) - budget_bytes
         if over > _DOUBLE_BYTES:
             continue
         replays_left -= simulator.takes_replay(changed)
-        over = max(0, simulator.true_peak_bytes(changed) - budget_bytes)
-        cost = time_ms + own_ms * over / _DOUBLE_BYTES
-        is_better = not over and time_ms < best_ms * _LESS
-        if is_better and formulation.keeps_host(changed):
+        if not excess(changed) and formulation.keeps_host(changed):
             best, best_ms = changed, time_ms
+        rise = cost(changed) - now_cost
         warmth_ms = own_ms * _WARMTH * left / most
-        if cost <= now_cost or moves.takes((cost - now_cost) / (warmth_ms + 1e-12)):
-            now, now_cost = changed, cost
+        if rise <= 0.0 or moves.takes(rise / (warmth_ms + 1e-12)):
+            now, now_cost = changed, now_cost + rise
     return best
 
 

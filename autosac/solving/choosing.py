@@ -116,17 +116,14 @@ class Chooser(StepModel):
 
     def _close_wide_gap(self, search: Search) -> None:
         """Look elsewhere for a cheaper choice, where an allocator decides what fits."""
+        if self._usual is not None:
+            search.look_around(_WIDE_GAP)
         is_best = self._usual is not None and self._is_best_in_own_blocks(search)
         search.look_one_by_one()
         if is_best or search.is_within(_WIDE_GAP) or self._usual is None:
             return
         if self._in_usual_blocks is not None:
-            other = self._second_search(self._in_usual_blocks, search)
-            if other.is_settled(_WIDE_GAP):
-                return  # nothing is cheaper unless blocks happen to suit it
-        if search.choice is not None and not search.is_within(_WIDE_GAP):
-            search.offer(self.anneal(search.choice, search.budget_bytes))
-            search.offer(self.spend(search.choice, search.budget_bytes))
+            self._second_search(self._in_usual_blocks, search)
 
     def _is_best_in_own_blocks(self, search: Search) -> bool:
         """Search again in blocks as large as under the best choice.

@@ -88,9 +88,13 @@ class Search:
         if not choice or recompute_ms(choice) >= self.time_ms or not self.mends_left:
             return
         self.mends_left -= 1
-        mended = self.chooser.mend(choice, self.budget_bytes, self.time_ms)
-        if mended is not None:
-            self.offer(self.chooser.spend(mended, self.budget_bytes))
+        self._offer_spent(self.chooser.mend(choice, self.budget_bytes, self.time_ms))
+
+    def _offer_spent(self, choice: Choice | None) -> None:
+        """Keep a choice that fits, with what it leaves of the budget used."""
+        if choice is not None:
+            self.offer(choice)
+            self.offer(self.chooser.spend(choice, self.budget_bytes))
 
     def _try_finer(self, shares: Mapping[int, FloatArray]) -> float:
         self._is_feasible = True
@@ -141,6 +145,24 @@ class Search:
             )
             self._lowest = lowest
 
+    def look_around(self, gap: float) -> None:
+        """Look near what broke the budget and what fits, after `run`.
+
+        As long as the gap is wider than some gap.
+        """
+        breaking = self._breaking if self._breaking_ms < self.time_ms else {}
+        if breaking and not self.is_within(gap):
+            self._offer_spent(
+                self.chooser.mend(
+                    breaking, self.budget_bytes, self.time_ms, is_last=True
+                )
+            )
+        for start in (breaking, self.choice):
+            if start and self.choice is not None and not self.is_within(gap):
+                self._offer_spent(
+                    self.chooser.anneal(self.choice, start, self.budget_bytes)
+                )
+
     def look_one_by_one(self) -> None:
         """Look at what takes less than the best choice that fits, after `run`.
 
@@ -152,9 +174,7 @@ class Search:
         looking = self.chooser.one_by_one(self.budget_bytes, raised, self.options)
         looking.bound_ms = self.bound_ms
         cheaper = looking.cheapest(self.time_ms)
-        if cheaper is not None:
-            self.offer(cheaper)
-            self.offer(self.chooser.spend(cheaper, self.budget_bytes))
+        self._offer_spent(cheaper)
         self.bound_ms = looking.bound_ms
 
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:

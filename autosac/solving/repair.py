@@ -26,6 +26,7 @@ _MORE = 1.0 + 1e-12  # of a time: not rounding
 _MOST_PIECES = 2_000_000  # of memory in all simulations
 _FEWEST = 16  # simulations of a long step
 _MOST_REPLAYS = 24  # of the allocator, some 10 ms each
+_MOST_BLOCKS = 400_000  # of an allocator in the last ones: a second
 _MOST_LOWERED = 64  # of these for a lower peak
 _ONE_BLOCK = 2**20  # what a block may have left over
 _NEIGHBOURS = 8  # of a unit's point on its curve
@@ -43,6 +44,8 @@ def mend(
     choice: Mapping[Unit, Policy],
     budget_bytes: int,
     most_ms: float,
+    *,
+    is_last: bool = False,
 ) -> Choice | None:
     """Move one unit after the other to a slower point, until the true peak fits.
 
@@ -56,6 +59,7 @@ def mend(
         choice: One that breaks the budget.
         budget_bytes: Cap on the true peak.
         most_ms: What may be added to its time.
+        is_last: Nothing better is to come: worth more replays.
 
     Returns:
         A choice that fits; None if none was found.
@@ -63,6 +67,8 @@ def mend(
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
     left = max(_FEWEST, _MOST_PIECES // simulator.num_storages)
     replays = simulator.num_replays(_MOST_REPLAYS)
+    if is_last:
+        replays = _MOST_BLOCKS // simulator.num_storages
     peak_bytes = simulator.peak_bytes(choice)
     excess = simulator.true_peak_bytes(choice) - budget_bytes
     if peak_bytes <= budget_bytes and 0 < excess <= _ONE_BLOCK:

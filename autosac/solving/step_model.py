@@ -76,10 +76,24 @@ class StepModel(ABC):
         """The choice, with more saved where the budget allows it."""
         return spend_slack(self._simulator, self._formulation, choice, budget_bytes)
 
-    def mend(self, choice: Choice, budget_bytes: int, most_ms: float) -> Choice | None:
+    def mend(
+        self,
+        choice: Choice,
+        budget_bytes: int,
+        most_ms: float,
+        *,
+        is_last: bool = False,
+    ) -> Choice | None:
         """A choice near one that breaks the budget; it takes less than `most_ms`."""
         room_ms = most_ms - recompute_ms(choice)
-        return mend(self._simulator, self._formulation, choice, budget_bytes, room_ms)
+        return mend(
+            self._simulator,
+            self._formulation,
+            choice,
+            budget_bytes,
+            room_ms,
+            is_last=is_last,
+        )
 
     def lowered(self, choice: Choice) -> Choice | None:
         """A choice beside one whose peak is lower."""
@@ -89,9 +103,9 @@ class StepModel(ABC):
         """The fitting choice, with parts of a cheaper one that breaks the budget."""
         return relink(self._simulator, fitting, cheaper, budget_bytes)
 
-    def anneal(self, choice: Choice, budget_bytes: int) -> Choice:
-        """A cheaper choice around one that fits, if one is found."""
-        return anneal(self._simulator, self._formulation, choice, budget_bytes)
+    def anneal(self, choice: Choice, start: Choice, budget_bytes: int) -> Choice:
+        """A cheaper choice than one that fits, around another one, if one is found."""
+        return anneal(self._simulator, self._formulation, choice, start, budget_bytes)
 
     def one_by_one(
         self, budget_bytes: int, raised: IntArray, options: SolveOptions
