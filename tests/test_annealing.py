@@ -28,3 +28,12 @@ def test_a_dear_choice_leads_to_a_cheaper_one_that_fits_and_always_to_the_same(
     assert recompute_ms(cheaper) < 0.9 * recompute_ms(dear)
     again = anneal(profile.simulator, profile.formulation, dear, dear, budget_bytes)
     assert again == cheaper
+
+    # From one that breaks the budget it comes back to what keeps it.
+    breaking = profile.rules.every_kth_block(2)
+    assert profile.peak_bytes(breaking) > budget_bytes
+    mended = anneal(
+        profile.simulator, profile.formulation, dear, breaking, budget_bytes
+    )
+    assert profile.peak_bytes(mended) <= budget_bytes
+    assert recompute_ms(mended) < recompute_ms(dear)

@@ -21,8 +21,8 @@ from autosac.solving.step_model import Floor, StepModel
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _FLOOR_MENDS = 8  # of making it a little lower
 _FEW_MENDS = 4  # of a second search
-_OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one
-_OWN_WORK = MOST_WORK // 2
+_OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one,
+_OWN_WORK = MOST_WORK // 4  # and the work of all of them
 _OWN_MENDS = 6
 _WIDE_GAP = 0.05  # that is worth some seconds
 _NEAR_FLOOR = 2**-7  # of the least peak
@@ -134,6 +134,7 @@ class Chooser(StepModel):
             Whether nothing is much cheaper in these blocks. In others it may be, so
             that is no bound.
         """
+        work_left = _OWN_WORK
         for _ in range(_OWN_BLOCKS):
             best = search.choice
             if best is None or search.is_within(_WIDE_GAP):
@@ -142,7 +143,8 @@ class Chooser(StepModel):
             in_blocks = self._simulator.in_blocks_of(best)
             formulation = formulate(in_blocks, known.units, known.curves)
             chooser = Chooser(self._simulator, formulation, self._incumbents)
-            other = self._second_search(chooser, search, _OWN_WORK, _OWN_MENDS)
+            other = self._second_search(chooser, search, work_left, _OWN_MENDS)
+            work_left = other.work_left
             if search.choice is best:
                 return other.is_within(_WIDE_GAP)
         return False
