@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -17,7 +16,6 @@ from autosac.devices.programs import ProgramCosts
 from autosac.devices.specs import DeviceSpec
 from autosac.quantities import format_ms
 from autosac.step.tape import Op, Tape
-from autosac.units.policies import RERUN, OpPolicy
 
 # Times of an eager op: of one in forward, with the modules around it, and of one in
 # backward; then what the ops of planned units take besides: each unit, each call in
@@ -59,8 +57,26 @@ class HostTimes:
         return self.forward_ms + self.backward_ms
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """What the host follows of a plan's units.
+
+    Attributes:
+        units: Their calls,
+        calls: op calls in these,
+        reruns: and ops that run again.
+    """
+
+    units: int = 0
+    calls: int = 0
+    reruns: int = 0
+
+
+NOTHING = Followed()  # without a plan
+
+
 def host_times(
-    tape: Tape, device: DeviceSpec, op_policies: Iterable[OpPolicy] = ()
+    tape: Tape, device: DeviceSpec, followed: Followed = NOTHING
 ) -> HostTimes:
     """How long the host takes to issue a step's ops.
 
@@ -69,15 +85,14 @@ def host_times(
     Args:
         tape: The step.
         device: Whose `host_op_ms` is the time of one op; views cost nothing.
-        op_policies: Of the units of a plan.
+        followed: Of a plan.
     """
     program = host_program(device)
     num_ops = Counter(in_forward(op) for op in tape.ops if not op.is_view)
     forward_ms = _FORWARD * num_ops[True] * device.host_op_ms
     backward_ms = _BACKWARD * num_ops[False] * device.host_op_ms
-    for one in op_policies:
-        forward_ms += program.followed_ms(0, 0, len(one.names))
-        backward_ms += program.rerun_ms * (one.actions + one.onward).count(RERUN)
+    forward_ms += program.unit_ms * followed.units + program.call_ms * followed.calls
+    backward_ms += program.rerun_ms * followed.reruns
     return HostTimes(forward_ms=forward_ms, backward_ms=backward_ms)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from autosac.costs.host import HostTimes, host_program, host_times, in_forward
 from autosac.errors import InfeasibleBudgetError
-from autosac.planning.spelling import spell_out
+from autosac.planning.spelling import followed, spell_out
 from autosac.profiles.traced_step import TracedStep
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.rules_of_thumb import Choice
@@ -110,8 +110,8 @@ class _Passes:
         self._host = host_times(profile.tape, profile.device)
 
     def _both(self, chosen: Choice) -> tuple[float, float, HostTimes]:
-        spelled = spell_out(self.profile, chosen)
-        host = host_times(self.profile.tape, self.profile.device, spelled)
+        units = followed(spell_out(self.profile, chosen))
+        host = host_times(self.profile.tape, self.profile.device, units)
         return self._forward_ms, self._backward_ms + recompute_ms(chosen), host
 
     def step_ms(self, chosen: Choice) -> float:

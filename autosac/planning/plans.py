@@ -15,6 +15,7 @@ from autosac.costs.host import host_times, time_notes
 from autosac.devices.allocator_settings import Cap
 from autosac.errors import PlanMismatchError
 from autosac.planning import offload_advice, plan_files
+from autosac.planning.spelling import followed
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
 from autosac.profiles.fingerprints import (
     Fingerprint,
@@ -155,7 +156,7 @@ class Plan(Summarized):
         if self.traced is None:
             return None
         tape, device = self.traced.tape, self.traced.device
-        return host_times(tape, device, self.op_policies).step_ms
+        return host_times(tape, device, followed(self.op_policies)).step_ms
 
     def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
         """The plans that batches of a signature follow, or that of the highest peak."""
