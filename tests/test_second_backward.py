@@ -488,9 +488,10 @@ def test_a_planned_model_that_is_compiled_says_what_to_do(how, monkeypatch):
 def test_units_that_are_compiled_say_what_to_do():
     model = SMOOTH.model()
     installing.install(model, random_policies(SMOOTH))
+    unit = model.get_submodule(installing.installed(model)[0])
 
     with pytest.raises(autosac.errors.UnsupportedError, match=r"AC unit `.*compiled"):
-        whole(model)(rows())
+        whole(unit)(rows())
 
 
 class Fused(nn.Module):

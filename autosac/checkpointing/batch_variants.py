@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,7 @@ from autosac.checkpointing.installing import (
     install,
     remove,
 )
-from autosac.checkpointing.stand_ins import StandIn, warn_of_replaced
+from autosac.checkpointing.stand_ins import Places, StandIn
 from autosac.step.batch_signatures import (
     BatchSignature,
     positional_names,
@@ -35,7 +34,6 @@ from autosac.tracing.real_steps import is_mark
 from autosac.units.policies import OpPolicy
 
 _StandIns = dict[torch.nn.Module, StandIn]
-_Place = tuple[torch.nn.Module, str, torch.nn.Module, str]  # parent, name, module, FQN
 
 
 class Planned(Protocol):
@@ -226,7 +224,6 @@ class BatchForward(StandIn):
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
         self.put: _StandIns = {}
-        self.places: list[_Place] = []
         for plan in variants.plans:
             self._add(plan)
         self._put_on()
@@ -254,11 +251,7 @@ class BatchForward(StandIn):
             UnsupportedError: The model is compiled, or a part of it.
         """
         compiled_parts.check(self.module)
-        for parent, name, module, fqn in self.places:
-            if parent._modules.get(name) is not module:
-                warn_of_replaced(fqn)
-                self.places = []  # once
-                break
+        self.places.check()
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
         if thawed := [name for name, one in self.frozen if one.requires_grad]:
@@ -332,7 +325,7 @@ class BatchForward(StandIn):
             )
         for module, stand_in in self.put.items():
             module.__dict__["forward"] = stand_in
-        self.places = list(_places(self.module, self.put))
+        self.places = Places(self.module, self.put)
 
     @contextmanager
     def _put_off(self) -> Iterator[torch.nn.Module | None]:
@@ -346,20 +339,6 @@ class BatchForward(StandIn):
             yield self.module
         finally:
             self._put_on()
-
-
-def _places(
-    model: torch.nn.Module, modules: Container[torch.nn.Module]
-) -> Iterator[_Place]:
-    """Where some modules of a model are, and those that they lie in."""
-    fqns = [fqn for fqn, module in model.named_modules() if module in modules]
-    paths = (
-        path for fqn in fqns for path in accumulate(fqn.split("."), "{}.{}".format)
-    )
-    for path in dict.fromkeys(paths):
-        parent, _, name = path.rpartition(".")
-        if path:
-            yield model.get_submodule(parent), name, model.get_submodule(path), path
 
 
 def install_plans(

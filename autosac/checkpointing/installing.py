@@ -32,6 +32,7 @@ from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.recording_mode import RecordingMode
 from autosac.checkpointing.saved_tensors import Frame
 from autosac.checkpointing.stand_ins import (
+    Places,
     StandIn,
     warn_of_replaced,
     warn_of_transform,
@@ -403,15 +404,25 @@ class _ParkingForward(StandIn):
 
 
 class CountedForward(StandIn):
-    """Stands in for the whole model's ``forward``; every call begins a new count."""
+    """Stands in for the whole model's ``forward``, where every step begins.
+
+    Args:
+        module: The model, whose other modules have their stand-ins.
+        step: What is shared with the units of the model.
+    """
 
     def __init__(self, module: torch.nn.Module, step: Step) -> None:
         super().__init__(module)
+        self.is_unit = getattr(self.own_forward, "is_unit", False)
         self.step = step
+        self.places = Places(module, {m for m in module.modules() if _is_put(m)})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not thread.is_inside:
             self.step.calls.clear()
+            if torch.is_grad_enabled():
+                compiled_parts.check(self.module)
+                self.places.check()
         return self.__wrapped__(*args, **kwargs)
 
 
@@ -454,8 +465,12 @@ def install(
     for fqn in dict.fromkeys(policy.far_until for policy in policies if policy.far):
         module = model.get_submodule(fqn)
         module.forward = _ParkingForward(module, fqn, step)
-    if any(policy.num_calls > 1 for policy in policies):
+    if policies:
         model.forward = CountedForward(model, step)
+
+
+def _is_put(module: torch.nn.Module) -> bool:
+    return isinstance(module.__dict__.get("forward"), StandIn)
 
 
 def installed(model: torch.nn.Module) -> tuple[str, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -43,6 +44,44 @@ class StandIn:
             return own
         forward: Callable[..., Any] = type(self.module).forward.__get__(self.module)
         return forward
+
+
+_Place = tuple[torch.nn.Module, str, torch.nn.Module, str]  # parent, name, module, FQN
+
+
+class Places:
+    """Where modules of a model are, and those that they lie in.
+
+    Args:
+        model: The model.
+        modules: The modules.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, modules: Container[torch.nn.Module]
+    ) -> None:
+        self.places = list(_places(model, modules))
+
+    def check(self) -> None:
+        """Warn, once, if one of them was replaced."""
+        for parent, name, module, fqn in self.places:
+            if parent._modules.get(name) is not module:
+                warn_of_replaced(fqn)
+                self.places = []
+                return
+
+
+def _places(
+    model: torch.nn.Module, modules: Container[torch.nn.Module]
+) -> Iterator[_Place]:
+    fqns = [fqn for fqn, module in model.named_modules() if module in modules]
+    paths = (
+        path for fqn in fqns for path in accumulate(fqn.split("."), "{}.{}".format)
+    )
+    for path in dict.fromkeys(paths):
+        parent, _, name = path.rpartition(".")
+        if path:
+            yield model.get_submodule(parent), name, model.get_submodule(path), path
 
 
 def warn_of_transform(fqn: str) -> None:

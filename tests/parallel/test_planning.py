@@ -307,6 +307,23 @@ def test_a_plan_is_for_its_model_its_mesh_and_once(traced, lowest_bytes):
             assert parameter.to_local().shape == shards[name].to_local().shape
 
 
+def test_what_is_replaced_or_compiled_on_a_rank_is_said(traced, lowest_bytes):
+    cap = int(1.2 * lowest_bytes)
+    plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
+    with fake_group(2):
+        model = plan.apply(GPT.model(), plan.make_mesh("cpu"))
+        batch = GPT.inputs()
+        model(batch)  # warnings are errors
+        fqn = next(iter(plan.policy))
+        model.set_submodule(fqn, GPT.model().get_submodule(fqn))
+        with pytest.warns(UserWarning, match=f"`{fqn}` was replaced after"):
+            model(batch)
+        model(batch)
+        model.head.compile()
+        with pytest.raises(autosac.UnsupportedError, match="`head` of a planned"):
+            model(batch)
+
+
 def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
     class Tied(nn.Module):
         def __init__(self):

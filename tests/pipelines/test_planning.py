@@ -255,6 +255,19 @@ def test_a_plan_is_for_its_ranks_and_its_model(for_gpus):
         assert type(schedule).__name__ == f"Schedule{for_gpus.pipeline.name}"
 
 
+def test_a_unit_that_is_replaced_in_a_stage_is_said_once():
+    made = plan(Model(), least_peak(Model()))
+    fqn = [fqn for fqn in made.stage_plans[0].policy if "." in fqn][-1]
+    inputs, _ = tokens(1)
+    with fake_group(2):
+        (stage,) = made.stages(Model(), made.make_mesh("cpu"))
+        stage.submod(inputs)  # warnings are errors
+        stage.submod.set_submodule(fqn, Model().get_submodule(fqn))
+        with pytest.warns(UserWarning, match=f"`{fqn}` was replaced after"):
+            stage.submod(inputs)
+        stage.submod(inputs)
+
+
 @pytest.mark.slow
 def test_a_global_batch_is_cut_in_the_best_of_all_ways():
     model = Model(1).to("meta")
