@@ -20,7 +20,11 @@ Styles = Mapping[str, str]
 
 OF_HEADS = ("colwise_gather_output", "loss_parallel")
 _OF_ROWS = ("colwise", *OF_HEADS)
-_OF_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_to_sequence")
+TO_SEQUENCE = {  # the same with a part of the sequence as output
+    "rowwise": "rowwise_to_sequence",
+    "rowwise_split_input": "rowwise_split_to_sequence",
+}
+_OF_COLUMNS = (*TO_SEQUENCE, *TO_SEQUENCE.values())
 SHARED_KEYS, ROTARY_SIZE = "mla_kv_a_proj", "qk_rope_head_dim"
 
 # Styles of modules of experts, and of their parameters: the dimension that is divided,
@@ -85,9 +89,9 @@ def check(model: nn.Module, styles: Styles, degree: int) -> None:
         around = model.get_submodule(fqn.rpartition(".")[0])
         if style in _OF_ROWS:
             linear = _of_kind(fqn, module, style, nn.Linear)
-            _check_packed(fqn)
             _check_divides(fqn, "outputs", linear.out_features, degree)
             if style == "colwise":
+                _check_packed(fqn)
                 name = fqn.rpartition(".")[0]
                 _check_heads(fqn, linear, around, degree)
                 _check_counts(name, around, styles.get(name))
@@ -135,8 +139,9 @@ def _check_packed(fqn: str) -> None:
     if _PACKED.search(fqn.rpartition(".")[2]):
         raise ArgumentError(
             f"`{fqn}` packs several projections into one, whose outputs cannot be cut"
-            " into equal parts: make them modules of their own, or leave it out of"
-            " `tp_plan`."
+            " into equal parts: make them modules of their own, give it the style"
+            " 'colwise_gather_output' (and what takes its outputs"
+            " 'rowwise_split_input'), or leave it out of `tp_plan`."
         )
 
 

@@ -19,6 +19,7 @@ from autosac.parallel.tp_checks import (
     OF_HEADS,
     PARAMETER_DIMENSIONS,
     SHARED_KEYS,
+    TO_SEQUENCE,
     WHOLE_EXPERTS,
     WIDE_EXPERTS,
     Styles,
@@ -308,7 +309,7 @@ def _by_sequence(model: nn.Module, styles: Styles) -> dict[str, str]:
     rows = [
         fqn
         for fqn, style in own.items()
-        if style == "rowwise" and not is_of_parameter(fqn, own)
+        if style in TO_SEQUENCE and not is_of_parameter(fqn, own)
     ]
     experts = [fqn for fqn, style in own.items() if style in OF_EXPERTS]
     lists = {_list_around(model, fqn) for fqn in (*rows, *experts)}
@@ -321,7 +322,7 @@ def _by_sequence(model: nn.Module, styles: Styles) -> dict[str, str]:
         own.update(_of_block(f"{around}.{name}", block, own))
     routed = tuple(f"{n}." for n, style in own.items() if style == "sequence_around")
     rows = [fqn for fqn in rows if not fqn.startswith(routed)]
-    own.update(dict.fromkeys(rows, "rowwise_to_sequence"))
+    own.update((fqn, TO_SEQUENCE[own[fqn]]) for fqn in rows)
     own[_norm_after(model, around)] = "sequence_parallel_gather_output"
     return own
 

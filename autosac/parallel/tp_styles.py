@@ -32,6 +32,7 @@ A part of the sequence (dimension 1) between modules instead of the whole:
     sequence_parallel                whole             of sequence       of sequence
     sequence_parallel_gather_output  whole             of sequence       whole
     rowwise_to_sequence              columns           a part            of sequence
+    rowwise_split_to_sequence        columns           whole             of sequence
     sequence_to_whole                (of its children) of sequence       its own
     whole_to_sequence                (of its children) whole             its own
     sequence_around                  (of its children) of sequence       of sequence
@@ -240,6 +241,9 @@ _MAKE: dict[str, Callable[[], ParallelStyle]] = {
     ),
     "sequence_parallel_gather_output": _GatheredSequence,
     "rowwise_to_sequence": lambda: RowwiseParallel(output_layouts=Shard(_SEQUENCE)),
+    "rowwise_split_to_sequence": lambda: RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(_SEQUENCE)
+    ),
     "sequence_to_whole": lambda: _FirstArgument(
         Shard(_SEQUENCE), Replicate(), is_plain=False
     ),

@@ -86,6 +86,10 @@ def deepseek_v2():
     return deepseek("DeepseekV2")
 
 
+def olmoe():
+    return moe("Olmoe", num_experts=4)
+
+
 def gpt_oss():
     return moe("GptOss", num_local_experts=4, head_dim=8)
 
@@ -126,6 +130,7 @@ FAMILIES = (
     *((qwen2_moe, kind) for kind in (TENSOR, SEQUENCE | EXPERT)),
     *((deepseek, kind) for kind in (TENSOR, EXPERT)),
     *((deepseek_v2, kind) for kind in (TENSOR, SEQUENCE | EXPERT)),
+    *((olmoe, kind) for kind in (TENSOR, SEQUENCE)),
     (gpt_oss, EXPERT),
     (Llama4, LLAMA4),
 )

@@ -50,6 +50,18 @@ def qwen3():
     return transformers.Qwen3ForCausalLM(config(transformers.Qwen3Config, **more))
 
 
+def phi3():
+    """Its packed projections are gathered, and what follows gets them whole."""
+    more = {"num_key_value_heads": 2, "use_cache": False}
+    return transformers.Phi3ForCausalLM(config(transformers.Phi3Config, **more))
+
+
+def olmo2():
+    """Its queries and keys are gathered for norms over all heads."""
+    more = {"num_key_value_heads": 2, "use_cache": False}
+    return transformers.Olmo2ForCausalLM(config(transformers.Olmo2Config, **more))
+
+
 def bert():
     none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     return transformers.BertForMaskedLM(config(transformers.BertConfig, **none))
@@ -177,6 +189,7 @@ FAMILIES = {
         (bert, labelled, False),
         (vit, pictures, False),
     ),
+    "gathered": tuple((make, labelled, s) for make in (phi3, olmo2) for s in BOTH),
     "T5": ((t5, labelled, False),),
     "torchtitan": tuple((Titan, tokens, sequence) for sequence in BOTH),
     "loss": tuple((make, partly_labelled, LOSS) for make in (llama, tied_llama)),
