@@ -78,10 +78,13 @@ def current_node_variable() -> torch.Tensor | None:
     return getattr(torch._C._current_autograd_node(), "variable", None)
 
 
-_HOOKS = (
-    *("_backward_hooks", "_post_accumulate_grad_hooks"),
-    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-)
+_OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks", *_OF_STEPS)
+
+
+def can_hook(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks on the steps of an optimizer can be registered."""
+    return all(hasattr(optimizer, kind) for kind in _OF_STEPS)
 
 
 def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:

@@ -90,7 +90,8 @@ def copied(
     inputs = (step.args, step.kwargs)
     with copies:
         model = _copy_of("model", step.model, memo, "Make it copyable.")
-        optimizer = _copy_of("optimizer", step.optimizer, memo, _BUILT_ANEW)
+        advice = _advice_on_wrapper(step.optimizer) or _BUILT_ANEW
+        optimizer = _copy_of("optimizer", step.optimizer, memo, advice)
         args, kwargs = _copy_of("inputs", inputs, memo, "Make them copyable.")
         copy_parameter_attributes(step.model, memo)
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -221,7 +222,32 @@ def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:
             "`optimizer` must return an optimizer when it is called with parameters; it"
             f" returned {optimizer!r}."
         )
+    if isinstance(optimizer, torch.optim.Optimizer) and not _compat_autograd.can_hook(
+        optimizer
+    ):
+        kind = type(optimizer).__name__
+        raise ArgumentError(
+            f"`optimizer` returned a {kind} that never called"
+            " `torch.optim.Optimizer.__init__`."
+            f" {_advice_on_wrapper(optimizer) or 'Call it there.'}"
+        )
     return optimizer
+
+
+def _advice_on_wrapper(optimizer: Any) -> str:
+    """What to do about an optimizer that keeps all in another one; '' for others."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return ""
+    own = vars(optimizer)
+    held = (n for n, v in own.items() if isinstance(v, torch.optim.Optimizer))
+    inner = next(held, None)
+    if inner is None or not _COPIED.isdisjoint(own):
+        return ""
+    return (
+        f"It wraps another optimizer: pass that one (its `{inner}`), and leave room in"
+        " the budget for what the wrapper does besides, such as gradients of single"
+        " samples, which no plan counts."
+    )
 
 
 def _in_dtype(mode: Any, dtype: torch.dtype, parameter: torch.Tensor) -> torch.Tensor:

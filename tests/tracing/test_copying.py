@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.errors import TraceError
+from autosac.errors import ArgumentError, TraceError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 WIDTH = 32
@@ -113,6 +113,29 @@ def test_an_optimizer_that_cannot_be_copied_may_be_a_function():
         profiled(model, optimizer=Unpicklable(model.parameters()))
 
     assert profiled(model, optimizer=Unpicklable).baseline_peak_bytes > 0
+
+
+class Wraps(torch.optim.Optimizer):
+    """Keeps all in another optimizer, as Opacus' does."""
+
+    def __init__(self, parameters):
+        self.inner = torch.optim.AdamW(parameters)
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+
+    def step(self):
+        self.inner.step()
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+def test_of_an_optimizer_around_another_one_the_inner_one_is_asked_for(is_built):
+    model = nn.Linear(WIDTH, WIDTH)
+    wrapper = Wraps(model.parameters())
+    with pytest.raises((TraceError, ArgumentError), match=r"pass that .* `inner`"):
+        profiled(model, optimizer=Wraps if is_built else wrapper)
+
+    assert profiled(model, optimizer=wrapper.inner).baseline_peak_bytes > 0
 
 
 class Retains(nn.Module):
