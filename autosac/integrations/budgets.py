@@ -157,7 +157,7 @@ def refuse(settings: Mapping[str, object]) -> None:
     """
     for sentence, applies in settings.items():
         if applies:
-            raise UnsupportedError(f"`MemoryBudget` cannot plan this: {sentence}.")
+            raise UnsupportedError(f"This training cannot be planned: {sentence}.")
 
 
 @contextlib.contextmanager

@@ -358,8 +358,8 @@ def refused_settings(args: Any, model: torch.nn.Module) -> dict[str, bool]:
     """
     checkpointing = bool(checkpointing_already(model))
     return {
-        "gradient_checkpointing=True recomputes already; leave it out, the plan decides"
-        " what is recomputed": args.gradient_checkpointing or checkpointing,
+        "gradient_checkpointing=True recomputes already; set it to False, the plan"
+        " decides what is recomputed": args.gradient_checkpointing or checkpointing,
         "torch_compile=True makes ops of its own; leave it out, or use"
         " `autosac.compile`": args.torch_compile,
         f"n_gpu={args.n_gpu} copies the model to several GPUs at each step; make one of"

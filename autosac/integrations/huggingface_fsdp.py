@@ -193,10 +193,10 @@ def _refused(trainer: Trainer) -> dict[str, bool]:
         " one gathers them; leave it out": args.save_on_each_node,
         "ACCELERATE_USE_FSDP lets the trainer shard the model once more; launch it"
         " without FSDP": getattr(trainer, "is_fsdp_enabled", False),
-        "its loss is made outside of the model (`compute_loss`, `compute_loss_func` or"
-        " `label_smoothing_factor`), where FSDP2"
-        " has no hooks; let the model return the loss, or use `autosac.plan_parallel`"
-        " with `loss_fn`": type(trainer).compute_loss is not Trainer.compute_loss
+        "its loss is made outside of the model (`compute_loss` of a subclass, as TRL's,"
+        " `compute_loss_func` or `label_smoothing_factor`), where FSDP2 has no hooks;"
+        " use `MemoryBudget`, which plans that on one GPU and under DDP, or a loop of"
+        " your own with `autosac.plan_parallel(..., loss_fn=...)`": type(trainer).compute_loss is not Trainer.compute_loss
         or trainer.compute_loss_func is not None
         or args.label_smoothing_factor != 0,
         **refused_settings(args, model),
