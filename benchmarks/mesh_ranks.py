@@ -1,6 +1,6 @@
 """Ranks of FSDP2 with tensor or context parallelism that really run, and their peaks.
 
-    python -m benchmarks.mesh_ranks [--models LLAMA,GPT] [--output DIR]
+    python -m benchmarks.mesh_ranks [--models LLAMA,GPT] [--bfloat16] [--output DIR]
 
 `plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards or 2 replicas x
 tp=2), with and without parts of the sequence between blocks, one of them with a loss of
@@ -12,6 +12,11 @@ two of them get one batch, or four with both. What it holds is counted by
 switched off: it keeps memory between steps that no plan knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
 or if losses or gradients differ from those of one process.
+
+With ``--bfloat16`` some kinds run in that type, in a table of their own: as FSDP2's
+mixed precision, and under autocast, under the fastest plan's cap as well. One process
+rounds otherwise, so that losses and gradients are held against those of ranks that
+recompute nothing, bit by bit.
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ from benchmarks import allocator_shim, rank_server
 from benchmarks.kept_promises import (
     EXPERT,
     KINDS,
+    LARGEST_DIFFERENCE,
     LINKS,
     LOSS,
     NUM_STEPS,
@@ -58,6 +64,7 @@ from benchmarks.ranks import Recipe, reference
 
 MESHES = ((2, 1), (4, 2), (4, 1))  # ranks, and over how many pairs of them FSDP2 shards
 CONTEXT = "context"  # the kind whose ranks have parts of the sequence
+MIXED, AUTOCAST = "bfloat16", "autocast"  # FSDP2 gathers in that type; or autocast
 BOTH = tuple(f"{CONTEXT} and {kind}" for kind in (*KINDS, LOSS))  # and share slices
 _VOCABULARY, _LENGTH, _BATCH, _WIDTH = 1024, 64, 4, 96
 
@@ -200,6 +207,10 @@ _KINDS_OF = {
     "LLAMA8": BOTH,
     "GPT8": BOTH[:2],
 }
+_IN_BFLOAT16 = {
+    name: tuple(f"{kind}, {types}" for types in (MIXED, AUTOCAST))
+    for name, kind in (("LLAMA", CONTEXT), ("MIXTRAL", EXPERT), ("LLAMA8", BOTH[1]))
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,13 +219,23 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence", `EXPERT`, `LOSS`, `CONTEXT` or one of `BOTH`.
+        kind: "tensor", "sequence", `EXPERT`, `LOSS`, `CONTEXT` or one of `BOTH`; some
+            with `MIXED` or `AUTOCAST`.
         plan: What was planned.
     """
 
     model: str
     kind: str
     plan: ParallelPlan
+
+    @property
+    def types(self) -> str:
+        """`MIXED`, `AUTOCAST` or nothing."""
+        return self.kind.partition(", ")[2]
+
+    def without_units(self) -> Planned:
+        """The same with nothing recomputed."""
+        return replace(self, plan=replace(self.plan, op_policies=()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,19 +267,23 @@ def planned(
     kinds = [
         kind
         for kind in kinds or _KINDS_OF[name]
-        if num_ranks >= degree * (4 if kind in BOTH else 2)
+        if num_ranks >= degree * (4 if kind.partition(", ")[0] in BOTH else 2)
     ]
-    if not kinds:
-        return
-    profile = autosac.calibrate(RECIPES[name].profile())
+    profiles: dict[str, Profile] = {}
     for kind in kinds:
-        make_plan = partial(_plan, profile, num_ranks, degree, kind)
-        for plan in under_caps(make_plan):
+        own, _, types = kind.partition(", ")
+        autocast = torch.bfloat16 if types == AUTOCAST else None
+        if str(autocast) not in profiles:
+            traced = RECIPES[name].profile(autocast)
+            profiles[str(autocast)] = autosac.calibrate(traced)
+        profile = profiles[str(autocast)]
+        make_plan = partial(_plan, profile, num_ranks, degree, own, types)
+        for plan in under_caps(make_plan, with_fastest=bool(types)):
             yield Planned(model=name, kind=kind, plan=plan)
 
 
 def _plan(
-    profile: Profile, num_ranks: int, degree: int, kind: str, cap: int
+    profile: Profile, num_ranks: int, degree: int, kind: str, types: str, cap: int
 ) -> ParallelPlan:
     links = cluster_spec(LINKS, num_gpus=num_ranks)
     division: dict[str, Any]
@@ -269,6 +294,8 @@ def _plan(
         division = {"mesh": {"cp": 2, "tp": 2}, "degrees": [2 * degree], **shared}
     else:
         division = {"mesh": {"tp": 2}, "degrees": [degree], **divided_by(kind)}
+    if types == MIXED:
+        division |= {"param_dtype": MIXED, "reduce_dtype": "float32"}
     return autosac.plan_parallel(
         profile,
         cluster=replace(links, device=device_spec("cpu")),
@@ -279,16 +306,42 @@ def _plan(
 
 def run_ranks(cells: list[Planned], num_ranks: int) -> list[Outcome]:
     """Run plans one after the other on the same processes."""
-    measured = rank_server.run_ranks(_run_all, num_ranks, cells, timeout_s=1800)
+    twins = [cell.without_units() for cell in cells if cell.types]
+    measured = rank_server.run_ranks(
+        _run_all, num_ranks, [*cells, *twins], timeout_s=1800
+    )
+    results = [list(of_cell) for of_cell in zip(*measured, strict=True)]
     with torch.backends.mkldnn.flags(enabled=False):
         truths = {
             (name, seen): reference(RECIPES[name], num_ranks // seen)
-            for name, seen in {(c.model, c.plan.division.degree) for c in cells}
+            for name, seen in {
+                (c.model, c.plan.division.degree) for c in cells if not c.types
+            }
         }
+    of_twins = iter(results[len(cells) :])
     return [
-        _outcome(cell, results, *truths[cell.model, cell.plan.division.degree])
-        for cell, *results in zip(cells, *measured, strict=True)
+        _outcome(cell, own, *_whole(cell, next(of_twins)))
+        if cell.types
+        else _outcome(cell, own, *truths[cell.model, cell.plan.division.degree])
+        for cell, own in zip(cells, results, strict=False)
     ]
+
+
+def _whole(
+    cell: Planned, results: list[RankResult]
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses of the batches and gradients, as ranks have them."""
+    losses = _losses(cell.plan, results)
+    return losses[:: cell.plan.division.degree], results[0].gradients
+
+
+def _losses(plan: ParallelPlan, results: list[RankResult]) -> list[float]:
+    """Of the batch that each rank sees."""
+    own, seen = [result.loss for result in results], plan.division.degree
+    if plan.context.degree > 1:  # each has that of its part
+        groups = (own[i : i + seen] for i in range(0, len(own), seen))
+        own = [sum(group) / seen for group in groups for _ in group]
+    return own
 
 
 def _outcome(
@@ -299,11 +352,10 @@ def _outcome(
 ) -> Outcome:
     plan = cell.plan
     dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
-    own, seen = [result.loss for result in results], plan.division.degree
-    if plan.context.degree > 1:  # each has that of its part
-        groups = (own[i : i + seen] for i in range(0, len(own), seen))
-        own = [sum(group) / seen for group in groups for _ in group]
-    pairs = [(loss, losses[rank // seen]) for rank, loss in enumerate(own)]
+    seen = plan.division.degree
+    pairs = [
+        (loss, losses[rank // seen]) for rank, loss in enumerate(_losses(plan, results))
+    ]
     return Outcome(
         label={
             "model": cell.model,
@@ -314,6 +366,7 @@ def _outcome(
         cap=plan.budget_bytes,
         predicted=(plan.peak_bytes,),
         late_bytes=plan.late_bytes,
+        most_difference=0.0 if cell.types else LARGEST_DIFFERENCE,
         **differences(results, pairs, gradients),
     )
 
@@ -337,6 +390,7 @@ def _run(cell: Planned) -> RankResult:
     args, kwargs = plan.part_of(
         recipe.inputs(dist.get_rank() // plan.division.degree), mesh
     )
+    autocast = torch.bfloat16 if cell.types == AUTOCAST else None
     peaks = []
     for number in range(NUM_STEPS):
         gc.collect()
@@ -344,7 +398,12 @@ def _run(cell: Planned) -> RankResult:
         allocator_shim.reset()
         with loss_parallel() if plan.tensor.divides_loss else nullcontext():
             loss = micro_step(
-                model, args, kwargs, loss_fn=recipe.loss_fn, autocast=None, accumulate=1
+                model,
+                args,
+                kwargs,
+                loss_fn=recipe.loss_fn,
+                autocast=autocast,
+                accumulate=1,
             )
         if number == 0:
             first_loss, gradients = float(loss), _whole_gradients(model)
@@ -370,19 +429,27 @@ def main() -> int:
     """Plan, run and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(RECIPES))
+    parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    kinds = _IN_BFLOAT16 if options.bfloat16 else _KINDS_OF
+    names = [name for name in options.models.split(",") if name in kinds]
     rows: list[Outcome] = []
     for num_ranks, degree in MESHES:
         cells = [
             cell
-            for name in options.models.split(",")
-            for cell in planned(name, num_ranks, degree)
+            for name in names
+            for cell in planned(name, num_ranks, degree, kinds[name])
         ]
         rows += run_ranks(cells, num_ranks) if cells else []
     title = "Ranks of FSDP2 x context x tensor parallelism"
-    return write_table(options.output / "mesh_ranks.md", title, rows)
+    path = options.output / "mesh_ranks.md"
+    if not options.bfloat16:
+        return write_table(path, title, rows)
+    path = path.with_stem("mesh_ranks_bfloat16")
+    truth = "those of ranks that recompute nothing, bit by bit"
+    return write_table(path, f"{title} in bfloat16", rows, truth=truth)
 
 
 if __name__ == "__main__":

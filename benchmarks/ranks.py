@@ -78,13 +78,14 @@ class Recipe:
         """The batch of a rank."""
         return seeded(self.make_inputs, 1 + rank)
 
-    def profile(self) -> Profile:
+    def profile(self, autocast: torch.dtype | None = None) -> Profile:
         """The step that one process runs."""
         return profile(
             self.model(),
             self.inputs(),
             loss_fn=self.loss_fn,
             optimizer=self.make_optimizer,
+            autocast=autocast,
             clip_grad_norm=self.clip_grad_norm,
             accumulate=self.accumulate,
             gradients_in_forward=self.gradients_in_forward,
