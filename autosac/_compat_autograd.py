@@ -90,24 +90,31 @@ def can_hook(optimizer: torch.optim.Optimizer) -> bool:
 def has_hooks(owner: torch.nn.Parameter | torch.optim.Optimizer) -> bool:
     """Whether hooks of any kind are registered on a parameter or an optimizer.
 
-    Those on all optimizers at once count for each.
+    Those of others on all optimizers at once count for each.
     """
-    if isinstance(owner, torch.optim.Optimizer):
-        of_all = sys.modules[torch.optim.Optimizer.__module__]
-        if of_all._global_optimizer_pre_hooks or of_all._global_optimizer_post_hooks:
-            return True
+    is_optimizer = isinstance(owner, torch.optim.Optimizer)
+    if is_optimizer and not all(map(_is_own, _hooks_on_all_steps())):
+        return True
     return any(getattr(owner, kind, None) for kind in _HOOKS)
 
 
 def has_hooks_of_others(optimizer: torch.optim.Optimizer) -> bool:
     """Whether hooks are registered on an optimizer that are not autosac's own."""
-    of_all = sys.modules[torch.optim.Optimizer.__module__]
     of_this = (getattr(optimizer, kind, None) or {} for kind in _HOOKS)
     hooks = [hook for of_kind in of_this for hook in of_kind.values()]
-    hooks += of_all._global_optimizer_pre_hooks.values()
-    hooks += of_all._global_optimizer_post_hooks.values()
-    modules = (str(getattr(hook, "__module__", "")) for hook in hooks)
-    return not all(module.startswith("autosac.") for module in modules)
+    return not all(map(_is_own, [*hooks, *_hooks_on_all_steps()]))
+
+
+def _hooks_on_all_steps() -> list[Any]:
+    """Hooks on the steps of all optimizers."""
+    of_all = sys.modules[torch.optim.Optimizer.__module__]
+    kinds = (of_all._global_optimizer_pre_hooks, of_all._global_optimizer_post_hooks)
+    return [hook for of_kind in kinds for hook in of_kind.values()]
+
+
+def _is_own(hook: Any) -> bool:
+    """Whether a hook is autosac's."""
+    return str(getattr(hook, "__module__", "")).startswith("autosac.")
 
 
 def unscales_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -252,6 +252,13 @@ def packed_shard(dimension: int) -> Any:
     return _StridedShard(dimension, split_factor=2)
 
 
+def is_packed(placement: Any) -> bool:
+    """Whether that is `packed_shard`; FSDP2 divides the first dimension alone."""
+    from torch.distributed.tensor.placement_types import _StridedShard  # slow to import
+
+    return isinstance(placement, _StridedShard) and placement.dim > 0
+
+
 @contextlib.contextmanager
 def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
     """This process is one of many ranks; collectives do nothing."""

@@ -196,7 +196,10 @@ def _refused(trainer: Trainer) -> dict[str, bool]:
         "its loss is made outside of the model (`compute_loss` of a subclass, as TRL's,"
         " `compute_loss_func` or `label_smoothing_factor`), where FSDP2 has no hooks;"
         " use `MemoryBudget`, which plans that on one GPU and under DDP, or a loop of"
-        " your own with `autosac.plan_parallel(..., loss_fn=...)`": type(trainer).compute_loss is not Trainer.compute_loss
+        " your own with `autosac.plan_parallel(..., loss_fn=...)`": type(
+            trainer
+        ).compute_loss
+        is not Trainer.compute_loss
         or trainer.compute_loss_func is not None
         or args.label_smoothing_factor != 0,
         **refused_settings(args, model),

@@ -29,6 +29,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from autosac._compat_distributed import packed_shard
+from autosac.parallel.packed_states import watch_optimizers
 from autosac.parallel.tp_checks import PARAMETER_DIMENSIONS, WHOLE_EXPERTS
 
 
@@ -121,6 +122,7 @@ def _save_unpacked(module: nn.Module, styles: Mapping[str, str]) -> None:
                 )
 
     if dimensions:
+        watch_optimizers()
         module.register_state_dict_post_hook(unpack)
         module.register_load_state_dict_pre_hook(pack)
 

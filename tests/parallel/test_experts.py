@@ -9,7 +9,9 @@ from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -190,6 +192,54 @@ def _check_checkpoints(rank, directory):
             for model in (parts, full):
                 own = model.get_parameter(fqn).full_tensor()
                 assert torch.equal(own, wanted), (kind, fqn)
+
+
+def _stepped(model):
+    """An optimizer that has taken a step."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**_seeded(labelled, 1)).loss.backward()
+    optimizer.step()
+    return optimizer
+
+
+def _whole_states(model, optimizer):
+    return {
+        (fqn, name): getattr(value, "full_tensor", value.clone)()
+        for fqn, parameter in model.named_parameters()
+        for name, value in optimizer.state[parameter].items()
+    }
+
+
+def _check_states(rank, directory):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    divided, whole = _sharded(0, mesh, TENSOR), _seeded(mixtral, 0)
+    for saved in (divided, whole):
+        own = _stepped(saved)
+        truth, where = _whole_states(saved, own), f"{directory}/{saved is whole}"
+        state = get_optimizer_state_dict(saved, own)
+        if saved is divided or rank == 0:
+            checkpoint.save(state, checkpoint_id=where, no_dist=saved is whole)
+        torch.distributed.barrier()
+        loaded = _sharded(1, mesh, TENSOR)
+        optimizer = _stepped(loaded)
+        state = get_optimizer_state_dict(loaded, optimizer)
+        checkpoint.load(state, checkpoint_id=where)
+        set_optimizer_state_dict(loaded, optimizer, state)
+        assert _whole_states(loaded, optimizer).keys() == truth.keys()
+        for key, value in _whole_states(loaded, optimizer).items():
+            assert torch.equal(value, truth[key]), (saved is whole, key)
+        early = torch.optim.AdamW(loaded.parameters())  # has taken no step
+        early.load_state_dict(optimizer.state_dict())
+        loaded(**_seeded(labelled, 1)).loss.backward()
+        early.step()
+        optimizer.step()
+        for key, value in _whole_states(loaded, optimizer).items():
+            assert torch.equal(value, _whole_states(loaded, early)[key])
+
+
+@pytest.mark.slow
+def test_states_of_packed_experts_are_saved_and_loaded(tmp_path):
+    run_ranks(_check_states, 4, str(tmp_path))
 
 
 @pytest.mark.slow
