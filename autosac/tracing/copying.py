@@ -142,9 +142,10 @@ def _conversion(
             fake = _compat.fake_like(mode, held, device)
         if wrap is None:
             return fake
-        fake = wrap(fake).requires_grad_(tensor.requires_grad)
-        if isinstance(tensor, torch.nn.Parameter):
-            fake = torch.nn.Parameter(fake, tensor.requires_grad)
+        with _compat_plain.fakes_of(mode):
+            fake = wrap(fake).requires_grad_(tensor.requires_grad)
+            if isinstance(tensor, torch.nn.Parameter):
+                fake = torch.nn.Parameter(fake, tensor.requires_grad)
         return fake
 
     return convert

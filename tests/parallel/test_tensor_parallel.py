@@ -4,6 +4,8 @@ Bytes are compared in a group of one process, where what is gathered is left as 
 found; bits only where there is another rank.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -22,7 +24,9 @@ from torch.nn import functional
 
 import autosac
 from autosac._compat_distributed import fake_group
+from autosac.devices.specs import device_spec
 from autosac.errors import UnsupportedError
+from autosac.parallel.clusters import cluster_spec
 from benchmarks.rank_server import run_ranks
 
 NUM_TOKENS, WIDTH, HIDDEN, NUM_BLOCKS = 96, 32, 128, 3
@@ -109,6 +113,31 @@ def test_peaks_of_a_rank_are_what_its_allocator_sees(style):
     assert 0 <= plan.peak_bytes - verification.measured_peak_bytes <= numbers
     baseline_bytes = verification.baseline_peak_bytes
     assert 0 <= profile.baseline_peak_bytes - baseline_bytes <= numbers
+
+
+class Writes(Model):
+    """Autograd follows a write to memory that a view looks at: plain fakes only."""
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        half = logits[..., : NUM_TOKENS // 2]
+        logits.mul_(2)
+        return torch.cat([half.exp(), logits], -1)
+
+
+def test_divided_parameters_are_traced_where_autograd_follows_writes():
+    whole = autosac.profile(Writes(), make_inputs(), loss_fn=loss_of)
+    assert whole.step.learned.plain
+    styles = {"blocks.*.mlp.0": "colwise", "blocks.*.mlp.2": "rowwise"}
+    plan = autosac.plan_parallel(
+        whole,
+        cluster=replace(cluster_spec("pcie-l40s"), device=device_spec("cpu")),
+        num_gpus=2,
+        memory_budget="1GiB",
+        mesh={"tp": 2},
+        tp_plan=styles,
+    )
+    assert plan.peak_bytes < whole.baseline_peak_bytes
 
 
 def test_a_rank_is_planned_for_a_gpu_that_is_not_there():
