@@ -31,6 +31,7 @@ from autosac.parallel.context_parallel import (
 )
 from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_memory import GLOO_THREADS
+from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.ring_attention import RingMode
 from autosac.parallel.sequence_mixing import check_tokens_apart
@@ -117,11 +118,13 @@ def rank_profile(
         places = (0, last) if context.method == "ring" else (0,)
         if tensor.degree > 1:  # which adds ops of its own: the checks are without
             tp_tracing.check_experts(traced, tensor)
-            rank_profile(traced, context, cluster, setting)
+            own = rank_profile(traced, context, cluster, setting)
         ranks = [traced_at(traced, context, place, setting, tensor) for place in places]
         if tensor.degree == 1:
             check_tokens_apart(traced.tape, ranks[0].tape, context.degree)
             _check_exchanged(traced.tape, ranks[0].tape, context)
+        else:
+            check_gradients_whole(own.tape, ranks[0].tape, tensor)
         most = max(ranks, key=lambda rank: rank.baseline_peak_bytes)
         if tensor.degree > 1:
             most = tp_tracing.priced(most, cluster, tensor, sharded=True)

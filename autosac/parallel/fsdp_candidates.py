@@ -74,8 +74,8 @@ def find_candidates(
             raise UnsupportedError(
                 f"`fsdp_units` names `{tape.modules[module].fqn}`, whose memory as an"
                 " FSDP unit is not modelled: name modules that are called once a step"
-                " by the model, with tensors that are no others' arguments, and get a"
-                " gradient."
+                " by the model, with tensors that are no others' arguments, get a"
+                " gradient, and have no module in them that others call."
             )
     modules = sorted(hooks)
     places = {module: place for place, module in enumerate(modules)}
@@ -120,7 +120,9 @@ def _looks(tape: Tape) -> dict[int, Hashable]:
     for parameter in tape.parameters:
         for fqn in parameter.fqns:
             owner, _, name = fqn.rpartition(".")
-            module = tape.modules.index[owner]
+            module = tape.modules.index.get(owner)
+            if module is None:  # another name of a module that several share
+                continue
             for around in (module, *tape.modules.ancestors(module)):
                 inner = owner[len(tape.modules[around].fqn) :]
                 parts[around].append((inner, name, parameter.shape, parameter.dtype))

@@ -460,6 +460,11 @@ def _check_step(profile: Profile) -> None:
             " optimizer."
         )
     for parameter in profile.tape.parameters:
+        if not parameter.shape:
+            raise UnsupportedError(
+                f"`{parameter.fqns[0]}` is a scalar, which `fully_shard` does not take:"
+                " make it a tensor of shape (1,)."
+            )
         if parameter.other_states:
             raise UnsupportedError(
                 f"The optimizer keeps a tensor of shape {parameter.other_states[0]} for"

@@ -91,7 +91,7 @@ class Schedule:
 
         Raises:
             UnsupportedError: It is called several times or in backward, or one
-                tensor is several of its arguments.
+                tensor is several of its arguments; or a module in it runs outside.
         """
         if module not in self._found:
             self._found[module] = self._find(module)
@@ -125,6 +125,13 @@ class Schedule:
         call = self.call(module)
         if call is None:
             return None
+        if module in self._left:
+            raise UnsupportedError(
+                f"FSDP unit `{self.tape.modules[module].fqn}` has a module that others"
+                f" call, too (`{self.tape.modules[self._left[module]].fqn}`), so that"
+                " backward comes to it before the unit's own; that is not modelled."
+                " Make a module around all these calls the unit."
+            )
         inside = slice(
             bisect_left(self._packed, call.enter),
             bisect_right(self._packed, call.exit),
@@ -156,6 +163,21 @@ class Schedule:
                 self.tape.storages[s].nbytes for s, inside in shared if inside > 1
             ),
         )
+
+    @cached_property
+    def _left(self) -> dict[int, int]:
+        """Module that is called once -> one in it that runs outside of that, too."""
+        left: dict[int, int] = {}
+        for module, calls in self._calls.items():
+            for around in self.tape.modules.ancestors(module):
+                outer = self._calls.get(around, [])
+                if len(outer) == 1 and any(
+                    call.phase == "forward"
+                    and not outer[0].enter < call.enter < outer[0].exit
+                    for call in calls
+                ):
+                    left[around] = module
+        return left
 
     def _shared_inputs(self, call: ModuleCall) -> list[tuple[int, int]]:
         """Arguments that ops outside of a call read too, and how many inside do."""

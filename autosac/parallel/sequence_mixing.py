@@ -47,7 +47,7 @@ def check_tokens_apart(whole: Tape, part: Tape, degree: int) -> None:
         for i, storage in enumerate(part.storages)
         if storage.category in ("parameter", "buffer")
     }
-    for fqn, long, short in _pairs(whole, part):
+    for fqn, long, short in op_pairs(whole, part):
         why = _mistake(long, short, degree, is_part)
         if why:
             raise UnsupportedError(
@@ -88,7 +88,7 @@ def _mistake(long: Op, short: Op, degree: int, is_part: dict[int, bool]) -> str:
     return ""
 
 
-def _pairs(whole: Tape, part: Tape) -> Iterator[tuple[str, Op, Op]]:
+def op_pairs(whole: Tape, part: Tape) -> Iterator[tuple[str, Op, Op]]:
     """Ops of forward that correspond, in order, with the FQN of their module."""
     long, short = _by_module(whole), _by_module(part)
     partner: dict[int, tuple[Op, Op]] = {}

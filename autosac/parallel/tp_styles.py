@@ -255,6 +255,10 @@ _MAKE: dict[str, Callable[[], ParallelStyle]] = {
 STYLES = (*_MAKE, SHARED_KEYS, *OF_EXPERTS)
 _OF_SEQUENCE = frozenset(name for name in STYLES if "sequence" in name)
 _OF_EXPERTS = frozenset(OF_EXPERTS)
+_AROUND = (  # whose own parameters stay as they are
+    *("whole_input", "local_heads", "whole_to_sequence", "sequence_to_whole"),
+    "sequence_around",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,6 +277,11 @@ class TensorParallel:
     styles: Styles = field(default_factory=dict)
     draws: bool = False
     asynchronous: bool = False
+
+    def divides(self, parameter: str) -> bool:
+        """Whether a style says what ranks have of a parameter, or how they sum it."""
+        style = self.styles.get(parameter.rpartition(".")[0])
+        return parameter in self.styles or style not in (None, *_AROUND)
 
     @property
     def cuts_sequences(self) -> bool:

@@ -29,6 +29,7 @@ from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.expert_costs import own_ms, own_products
 from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_memory import GLOO_THREADS
+from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.preparing import gathered_dtype, in_gathered_type
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.profiles.profile import Profile
@@ -61,7 +62,7 @@ def rank_profile(
         setting: Says in which type parameters are gathered.
 
     Raises:
-        ArgumentError: As `tp_styles.check`.
+        ArgumentError: As `tp_styles.check`, and `check_gradients_whole`.
         TraceError: The divided model cannot be traced.
         UnsupportedError: Values decide sizes of a step that divides experts.
     """
@@ -73,7 +74,9 @@ def rank_profile(
     if key not in traced.parallel:
         check_experts(traced, tensor)
         with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
-            rank = in_gathered_type(_divided(traced, tensor, setting), setting)
+            rank = _divided(traced, tensor, setting)
+            check_gradients_whole(traced.tape, rank.tape, tensor)
+            rank = in_gathered_type(rank, setting)
         traced.parallel[key] = priced(rank, cluster, tensor, sharded=True)
     profile: Profile = traced.parallel[key]
     return profile

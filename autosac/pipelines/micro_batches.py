@@ -21,6 +21,7 @@ from autosac.errors import ArgumentError
 from autosac.fake_tensors.repeated_calls import KnownCalls
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.divided_loss import loss_for
+from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.parallel.tp_tracing import divided_copy, exchange_ms, late_bytes, priced
 from autosac.pipelines.blocks import (
@@ -169,6 +170,9 @@ class MicroBatch:
         options = {**self.options, "loss_fn": loss_fn, "calls": self._calls}
         whole = profile_in(self.parallel.compute_dtype, stage, self.inputs, **options)
         check_step(whole)
+        base = self.undivided
+        if self.tensor.degree > 1 and base and base.inputs.shape == self.inputs.shape:
+            check_gradients_whole(base.whole.tape, whole.tape, self.tensor)
         return self._measured(whole)
 
     def _measured(self, traced: Profile) -> Profile:

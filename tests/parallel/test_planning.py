@@ -324,6 +324,41 @@ def test_what_is_replaced_or_compiled_on_a_rank_is_said(traced, lowest_bytes):
             model(batch)
 
 
+class Gated(nn.Module):
+    def __init__(self, gate, shape=(1,)):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(8, 32), gate, nn.Linear(32, 8)
+        self.factor = nn.Parameter(torch.ones(shape))
+
+    def forward(self, x):
+        return self.factor * self.down(self.gate(self.up(x)))
+
+
+def plan_gated(model, **options):
+    return autosac.plan_parallel(
+        *(model, torch.ones(4, 8)),
+        loss_fn=torch.mean,
+        cluster=on_cpu(2),
+        memory_budget="1GiB",
+        **options,
+    )
+
+
+def test_what_has_a_module_that_others_call_too_is_no_fsdp_unit():
+    gate = nn.PReLU(32)
+    model = nn.Sequential(Gated(gate), Gated(gate), nn.Linear(8, 8))
+    units = {unit.fqn for unit in plan_gated(model).sharding.units}
+    assert not {"0", "0.gate", "1.gate"} & units
+    with pytest.raises(autosac.UnsupportedError, match=r"`0`.*that others call"):
+        plan_gated(model, fsdp_units=["0"])
+
+
+def test_scalars_are_refused_as_fully_shard_does_not_take_them():
+    model = nn.Sequential(Gated(nn.GELU(), ()), Gated(nn.GELU(), ()))
+    with pytest.raises(autosac.UnsupportedError, match=r"`0.factor` is a scalar"):
+        plan_gated(model)
+
+
 def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
     class Tied(nn.Module):
         def __init__(self):
