@@ -229,14 +229,15 @@ def group_of(name: str) -> dist.ProcessGroup:
     return group
 
 
-def sharding_mesh(mesh: DeviceMesh, inner: str) -> DeviceMesh:
-    """Replicas, and "shard" together with another dimension, without new tensors.
+def sharding_mesh(mesh: DeviceMesh, outer: str, inner: str) -> DeviceMesh:
+    """Replicas, and two neighbouring dimensions together, without new tensors.
 
     Args:
-        mesh: With dimensions "replicate" or not, "shard", and that one.
-        inner: Its name.
+        mesh: With dimensions "replicate" or not, and these two.
+        outer: Name of the first,
+        inner: and of the second.
     """
-    both = mesh["shard", inner]._flatten(f"shard_{inner}")
+    both = mesh[outer, inner]._flatten(f"{outer}_{inner}")
     if "replicate" not in (mesh.mesh_dim_names or ()):
         return both
     return DeviceMesh._concatenate([mesh["replicate"], both])

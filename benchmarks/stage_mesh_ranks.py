@@ -22,7 +22,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,7 +56,14 @@ from benchmarks.kept_promises import (
     write_table,
 )
 from benchmarks.mesh_ranks import Block
-from benchmarks.stage_ranks import SEED, Job, Recipe, reference, run_ranks
+from benchmarks.stage_ranks import (
+    SEED,
+    Job,
+    RankResult,
+    Recipe,
+    reference,
+    run_ranks,
+)
 
 NUM_STAGES, NUM_MICRO_BATCHES = 2, 4
 _VOCABULARY, _LENGTH, _ROWS, _WIDTH = 1024, 64, 2, 96
@@ -74,19 +81,24 @@ class Embedding(nn.Module):
         self.wte = nn.Embedding(vocabulary, _WIDTH)
         self.wpe = nn.Embedding(_LENGTH, _WIDTH)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
-        out: torch.Tensor = self.wte(tokens) + self.wpe(positions)
+    def forward(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
+        out: torch.Tensor = self.wte(tokens) + self.wpe(position_ids)
         return out
 
 
 class GPT(nn.Module):
     """GPT-2 with a head of its own."""
 
-    def __init__(self, vocabulary: int = _VOCABULARY, num_blocks: int = 4) -> None:
+    def __init__(
+        self, vocabulary: int = _VOCABULARY, num_blocks: int = 4, head_dim: int = 16
+    ) -> None:
         super().__init__()
         self.embedding = Embedding(vocabulary)
-        self.h = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.h = nn.ModuleList(Block(head_dim) for _ in range(num_blocks))
         self.ln_f = nn.LayerNorm(_WIDTH)
         self.lm_head = nn.Linear(_WIDTH, vocabulary, bias=False)
 
@@ -107,6 +119,18 @@ class OddGPT(GPT):
         self.h[-1].mlp = self.h[-2].mlp
 
 
+class VariedGPT(GPT):
+    """One whose blocks have inner layers of other widths each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for i, block in enumerate(self.h):
+            inner = (i + 1) * _WIDTH
+            block.mlp = nn.Sequential(
+                nn.Linear(_WIDTH, inner), nn.GELU(), nn.Linear(inner, _WIDTH)
+            )
+
+
 class TiedGPT(GPT):
     """One whose head has the weight of the embedding."""
 
@@ -121,10 +145,12 @@ class _Rotates:
     rotary_emb: nn.Module
     length: int
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Of the whole sequence, of which `x` may be a part.
-        positions = torch.arange(self.length, device=x.device)[None]
-        rotated = self.rotary_emb(x, positions)
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if position_ids is None:  # of the whole sequence, of which `x` may be a slice
+            position_ids = torch.arange(self.length, device=x.device)[None]
+        rotated = self.rotary_emb(x, position_ids)
         block: Any = super()
         out: torch.Tensor = block.forward(x, position_embeddings=rotated)
         return out
@@ -172,12 +198,12 @@ class Llama(nn.Module):
         return logits
 
 
-def small_llama(num_blocks: int = 4) -> Llama:
+def small_llama(num_blocks: int = 4, num_heads: int = 6) -> Llama:
     config = transformers.LlamaConfig(
         num_hidden_layers=num_blocks,
         hidden_size=_WIDTH,
         intermediate_size=256,
-        num_attention_heads=6,
+        num_attention_heads=num_heads,
         num_key_value_heads=2,
         max_position_embeddings=_LENGTH,
         vocab_size=_VOCABULARY,
@@ -218,7 +244,15 @@ RECIPES = {
     "MIXTRAL": Recipe(make_model=small_mixtral, make_batch=_batch, loss_fn=_loss),
     "GPT": Recipe(make_model=GPT, make_batch=_batch, loss_fn=_loss),
     "ODD": Recipe(make_model=OddGPT, make_batch=_batch, loss_fn=_loss),
+    "VARIED": Recipe(make_model=VariedGPT, make_batch=_batch, loss_fn=_loss),
     "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=_loss),
+    # With heads for two ranks that have slices and parts of the sequence each.
+    "LLAMA8": Recipe(
+        make_model=partial(small_llama, num_heads=8), make_batch=_batch, loss_fn=_loss
+    ),
+    "GPT8": Recipe(
+        make_model=partial(GPT, head_dim=12), make_batch=_batch, loss_fn=_loss
+    ),
 }
 MIXED = "bfloat16"  # the kind of plans that gather in that type, and reduce in 32 bits
 OFFLOAD = "offload"  # the kind of plans that may have activations in a file
@@ -241,6 +275,12 @@ CASES: tuple[tuple[str, dict[str, int], str], ...] = (
     ("LLAMA", {"fsdp": 2, "tp": 2}, LOSS),
     ("GPT", {"fsdp": 2, "tp": 2}, "tensor"),
     ("ODD", {"replicate": 2, "fsdp": 2}, ""),
+    *((name, {"cp": 2}, "") for name in ("LLAMA", "GPT", "ODD", "VARIED")),
+    ("GPT", {"cp": 2}, MIXED),
+    *((name, {"fsdp": 2, "cp": 2}, "") for name in ("LLAMA", "VARIED")),
+    ("ODD", {"replicate": 2, "cp": 2}, ""),
+    *(("LLAMA8", {"cp": 2, "tp": 2}, kind) for kind in (*KINDS, LOSS)),
+    ("GPT8", {"cp": 2, "tp": 2}, "tensor"),
 )
 
 
@@ -314,7 +354,7 @@ def run(cell: Planned) -> Outcome:
     pairs = [
         (loss, losses[result.share * NUM_MICRO_BATCHES + i])
         for result in results
-        for i, loss in enumerate(result.losses)
+        for i, loss in enumerate(_of_whole(result, results))
     ]
     stages = plan.stage_plans
     dimensions = zip(plan.mesh_dim_names, plan.mesh_shape, strict=True)
@@ -334,6 +374,14 @@ def run(cell: Planned) -> Outcome:
         most_error=_MOST,
         **differences(results, pairs, gradients),
     )
+
+
+def _of_whole(result: RankResult, results: Sequence[RankResult]) -> list[float]:
+    """Losses of whole sequences of which a rank has a part: means over all parts."""
+    parts = {own.part: own.losses for own in results if own.share == result.share}
+    parts[result.part] = result.losses
+    columns = zip(*parts.values(), strict=True) if result.losses else ()
+    return [sum(losses) / len(losses) for losses in columns]
 
 
 def _refused(name: str, mesh: Mapping[str, int]) -> str:

@@ -63,7 +63,8 @@ class RankResult:
     Attributes:
         peaks: The most it held in each step but the first.
         losses: Of its micro-batches in the first step, on the last rank.
-        share: Which share of the batch it got, of all replicas and shards.
+        share: Which share of the batch it got, of all replicas and shards,
+        part: and which part of its sequences.
         gradients: Of the first step, by name in the model, whole.
     """
 
@@ -71,6 +72,7 @@ class RankResult:
     losses: list[float]
     gradients: dict[str, torch.Tensor]
     share: int = 0
+    part: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -106,7 +108,7 @@ class Job:
     @property
     def num_shares(self) -> int:
         """How many parts of a batch are trained on beside each other."""
-        return 1 if self.plan is None else self.plan.parallel.degree
+        return 1 if self.plan is None else self.plan.parallel.num_batches
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -155,7 +157,7 @@ def _run(rank: int, job: Job) -> RankResult:
     schedule, recipe = job.schedule, job.recipe
     dist.barrier()  # which leaves something behind
     before_bytes = allocator_shim.live_bytes()
-    share = 0
+    share = part = 0
     if job.plan is None:
         modules, stages = _stages(job, rank)
         schedule_class = get_schedule_class(schedule.name)
@@ -169,6 +171,8 @@ def _run(rank: int, job: Job) -> RankResult:
         mesh = job.plan.make_mesh("cpu")
         stages = job.plan.stages(recipe.make_model(), mesh)
         share = job.plan.batch_index(mesh)
+        if job.plan.context.degree > 1:
+            part = mesh.get_local_rank("cp")
         modules = {stage.stage_index: stage.submod for stage in stages}
         runner = job.plan.schedule(stages, recipe.loss_fn)
     optimizers = [recipe.make_optimizer(m.parameters()) for m in modules.values()]
@@ -177,6 +181,8 @@ def _run(rank: int, job: Job) -> RankResult:
         tensor.chunk(job.num_shares)[share].clone()
         for tensor in recipe.make_batch(number)
     )
+    if job.plan is not None:
+        inputs, targets = (job.plan.part_of(own, mesh) for own in (inputs, targets))
     args = (inputs,) if 0 in modules else ()
     is_last = schedule.num_stages - 1 in modules
     del inputs
@@ -207,6 +213,7 @@ def _run(rank: int, job: Job) -> RankResult:
         losses=first_losses,
         gradients=gradients,
         share=share,
+        part=part,
     )
 
 

@@ -18,7 +18,8 @@ ranks, those of one group among them.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
 
@@ -66,7 +67,8 @@ class ContextParallel:
         degree: How many ranks have a part each.
         method: How attention sees the whole.
         attentions: FQNs of the modules whose forward calls it.
-        positions: Argument of the model's forward that says where tokens are.
+        positions: Argument of the model's forward that says where tokens are; '' if
+            somebody else gives them to the modules that ask for them.
         shifts_labels: The model compares what it makes of a token with the label of the
             next one, which may be in the part of the next rank.
     """
@@ -112,7 +114,23 @@ class ContextParallel:
         for fqn in self.attentions:
             module: Any = model.get_submodule(fqn)
             module.forward = _ForwardUnder(module, mode)
-        model.register_forward_pre_hook(_Positions(self.positions), with_kwargs=True)
+        if self.positions:
+            looks = _Positions(self.positions)
+            model.register_forward_pre_hook(looks, with_kwargs=True)
+
+    def within(self, fqns: Sequence[str]) -> ContextParallel:
+        """The same of the attentions that are some modules, or in them."""
+        own = tuple(
+            attention
+            for attention in self.attentions
+            if any(f"{attention}.".startswith(f"{fqn}.") for fqn in fqns)
+        )
+        return replace(self, attentions=own)
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> ContextParallel:
+        """Read what `dataclasses.asdict` made of one and JSON kept."""
+        return cls(**{**record, "attentions": tuple(record["attentions"])})
 
 
 WHOLE_SEQUENCE = ContextParallel()

@@ -18,9 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from autosac.devices.specs import DeviceSpec
 from autosac.errors import ArgumentError, TraceError, UnsupportedError
 from autosac.parallel import tp_tracing
 from autosac.parallel.clusters import ClusterSpec
@@ -41,6 +44,7 @@ from autosac.profiles.profile import Profile
 from autosac.solvers.fsdp.collectives import exchange, shift
 from autosac.step.tape import Op, Tape
 
+_Model = TypeVar("_Model", bound=torch.nn.Module)
 _ATTENTION = "_scaled_dot_product"
 _EXCHANGE = "_c10d_functional.all_to_all_single.default"  # of attention, and only there
 
@@ -57,14 +61,18 @@ def context_of(traced: Profile, degree: int, method: Method) -> ContextParallel:
     return ContextParallel(
         degree=degree,
         method=method,
-        attentions=_attentions(traced.tape),
+        attentions=attentions_of(traced.tape),
         positions=positions_of(step.model),
         shifts_labels=shifts_labels(step.model, step.kwargs),
     )
 
 
-def _attentions(tape: Tape) -> tuple[str, ...]:
-    """FQNs of modules whose forward runs a kernel of attention."""
+def attentions_of(tape: Tape) -> tuple[str, ...]:
+    """FQNs of modules whose forward runs a kernel of attention.
+
+    Raises:
+        UnsupportedError: There are none, or it is the model itself.
+    """
     fqns = {
         tape.modules[op.module].fqn: None
         for op in tape.ops
@@ -121,8 +129,7 @@ def rank_profile(
             own = rank_profile(traced, context, cluster, setting)
         ranks = [traced_at(traced, context, place, setting, tensor) for place in places]
         if tensor.degree == 1:
-            check_tokens_apart(traced.tape, ranks[0].tape, context.degree)
-            _check_exchanged(traced.tape, ranks[0].tape, context)
+            check_parts(traced.tape, ranks[0].tape, context)
         else:
             check_gradients_whole(own.tape, ranks[0].tape, tensor)
         most = max(ranks, key=lambda rank: rank.baseline_peak_bytes)
@@ -133,6 +140,37 @@ def rank_profile(
     return profile
 
 
+def rank_copy(
+    model: _Model,
+    tensor: TensorParallel,
+    context: ContextParallel,
+    device: DeviceSpec,
+    place: int = 0,
+) -> _Model:
+    """What a rank has of a model, in a fake group that is there.
+
+    Args:
+        model: The whole.
+        tensor: Slices that ranks share,
+        context: and how groups of these share the sequence.
+        device: Whose kernels a ring runs.
+        place: Of the rank in the second; it is the first that shares slices.
+    """
+    # Distributed tensors know of ops on equal meshes before: those of other places
+    # and of real ranks, whose groups are others, have other names.
+    slices = f"tp_at_{place}"
+    shape = (context.degree, tensor.degree)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", slices))
+    model = tp_tracing.divided_copy(model, tensor, mesh[slices])
+    if context.method == "ring":
+        name = mesh["cp"].get_group().group_name
+        gpu = None if device.type == "cpu" else device
+        context.install(model, RingMode(name, gpu))
+    else:
+        context.apply(model, mesh["cp"])
+    return model
+
+
 def traced_at(
     traced: Profile,
     context: ContextParallel,
@@ -141,24 +179,14 @@ def traced_at(
     tensor: TensorParallel = WHOLE,
 ) -> Profile:
     """The step of the rank at a place of its group, the first that shares slices."""
-    step, shape = traced.step, (context.degree, tensor.degree)
+    step = traced.step
     inputs = part_of((step.args, step.kwargs), context, place)
     with tp_tracing.fake_ranks(
         context.degree * tensor.degree,
         divides_loss=tensor.divides_loss,
         place=place * tensor.degree,
     ):
-        # Distributed tensors know of ops on equal meshes before: those of other places
-        # and of real ranks, whose groups are others, have other names.
-        slices = f"tp_at_{place}"
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("cp", slices))
-        model = tp_tracing.divided_copy(step.model, tensor, mesh[slices])
-        if context.method == "ring":
-            name = mesh["cp"].get_group().group_name
-            gpu = None if traced.device.type == "cpu" else traced.device
-            context.install(model, RingMode(name, gpu))
-        else:
-            context.apply(model, mesh["cp"])
+        model = rank_copy(step.model, tensor, context, traced.device, place)
         options = tp_tracing.own_options(traced, tensor)
         try:
             rank = tp_tracing.traced_copy(traced, model, setting, options, inputs)
@@ -178,13 +206,34 @@ def traced_at(
         return in_gathered_type(rank, setting)
 
 
+def check_parts(whole: Tape, part: Tape, context: ContextParallel) -> None:
+    """Refuse a model that a rank cannot run on its part.
+
+    Args:
+        whole: The step of the whole sequence, of all that the rank's step has or more.
+        part: That of a rank.
+        context: How ranks share the sequence.
+
+    Raises:
+        UnsupportedError: Tokens meet elsewhere than in attention, or where no mode sees
+            it.
+    """
+    check_tokens_apart(whole, part, context.degree)
+    _check_exchanged(whole, part, context)
+
+
 def _check_exchanged(whole: Tape, part: Tape, context: ContextParallel) -> None:
     """Refuse calls of attention that no mode sees, as other functions make them.
 
     Raises:
         UnsupportedError: There are some.
     """
-    calls = sum(_ATTENTION in op.name for op in whole.ops if op.phase == "forward")
+    traced = {module.fqn for module in part.modules}
+    calls = sum(
+        _ATTENTION in op.name and whole.modules[op.module].fqn in traced
+        for op in whole.ops
+        if op.phase == "forward"
+    )
     exchanges = sum(part.ops[i].phase == "forward" for i in _collectives(part))
     # Ulysses exchanges queries, keys, values and outputs; a ring sends keys and values.
     of_a_call = 4 if context.method == "ulysses" else context.degree - 1

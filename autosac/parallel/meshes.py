@@ -66,7 +66,7 @@ def read_mesh(
             f" 'tp': {degree}}})`."
         )
     tensors = read_degrees(degree, tp_plan, loss_parallel, spec)
-    parts = _read_parts(degrees["cp"], spec)
+    parts = read_parts(degrees["cp"], spec)
     if not any(_fit(spec, tp, cp) for tp in tensors for cp in parts):
         raise ArgumentError(
             f"`mesh` has cp={degrees['cp']} and tp={degree}, and groups of so many"
@@ -77,7 +77,7 @@ def read_mesh(
     return tensors, parts
 
 
-def _read_parts(degree: Any, spec: ClusterSpec) -> tuple[int, ...]:
+def read_parts(degree: Any, spec: ClusterSpec) -> tuple[int, ...]:
     """Degrees of context parallelism to look at, least first."""
     fitting = tuple(reversed(shard_degrees(spec)))
     if degree is None:
@@ -201,18 +201,18 @@ def _rank_profile(
         _check_step(profile)
     if context.degree == 1:
         return rank_profile(profile, tensor, spec, setting)
-    others = _others(spec, tensor.degree)
+    others = without_slices(spec, tensor.degree)
     return cp_tracing.rank_profile(profile, context, others, setting, tensor)
 
 
-def _others(spec: ClusterSpec, tp_degree: int) -> ClusterSpec:
+def without_slices(spec: ClusterSpec, tp_degree: int) -> ClusterSpec:
     """One rank of each group that shares slices, which lies in one node."""
     return replace(spec, gpus_per_node=spec.gpus_per_node // tp_degree)
 
 
 def _fit(spec: ClusterSpec, tp_degree: int, cp_degree: int) -> bool:
     """Whether groups that share a sequence can be made of groups that share slices."""
-    return cp_degree in shard_degrees(_others(spec, tp_degree))
+    return cp_degree in shard_degrees(without_slices(spec, tp_degree))
 
 
 def _batch_ms(rank: Profile, degree: int) -> float:
@@ -235,7 +235,7 @@ def _planned(
     tensor, context = parts_of(division)
     if tensor.degree > 1:
         tensor = replace(tensor, draws=draws(profile))
-    others = _others(spec, tensor.degree)
+    others = without_slices(spec, tensor.degree)
     rank = _rank_profile(profile, spec, division, setting)
     late = late_bytes(rank, tensor.degree) + cp_tracing.late_bytes(rank)
     try:

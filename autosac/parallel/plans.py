@@ -254,7 +254,7 @@ class ParallelPlan(Summarized):
             self.tensor.apply(model, mesh["tp"])
         if self.context.degree > 1:
             self.context.apply(model, mesh["cp"])
-            mesh = sharding_mesh(mesh, "cp")
+            mesh = sharding_mesh(mesh, "shard", "cp")
         elif self.tensor.degree > 1:
             mesh = mesh[self.sharding.mesh_dim_names]
         step = installing.Step(offload_dir=self.offload_dir)
@@ -300,7 +300,7 @@ class ParallelPlan(Summarized):
             record["sharding"] = Sharding(**sharding)
             record["tensor"] = TensorParallel(**record["tensor"])
             if "context" in record:  # older plans have none
-                record["context"] = _context(record["context"])
+                record["context"] = ContextParallel.of_record(record["context"])
             record["op_policies"] = tuple(map(op_policy_of, record["op_policies"]))
             others = record["alternatives"]
             record["alternatives"] = tuple(Alternative(**other) for other in others)
@@ -392,11 +392,6 @@ class ParallelPlan(Summarized):
             f" {format_ms(self.exposed_copies_ms)} of the recomputation is waiting for"
             " it"
         )
-
-
-def _context(record: dict[str, Any]) -> ContextParallel:
-    attentions = tuple(record.pop("attentions"))
-    return ContextParallel(attentions=attentions, **record)
 
 
 def _record(path: str | Path) -> dict[str, Any]:

@@ -34,16 +34,21 @@ def positions_of(model: nn.Module) -> str:
     Raises:
         UnsupportedError: There is none.
     """
-    parameters = inspect.signature(type(model).forward).parameters
-    for name in _POSITIONS:
-        if name in parameters:
-            return name
+    name = positions_argument(model)
+    if name:
+        return name
     raise UnsupportedError(
         f"The forward of {type(model).__name__} has no argument `position_ids`, and a"
         " rank of context parallelism has a part of the sequence: let it take the"
         " positions of its tokens, of shape (1, tokens), and count none itself; or plan"
         " without 'cp'."
     )
+
+
+def positions_argument(module: nn.Module) -> str:
+    """Argument of a module's forward that says where tokens are, '' without one."""
+    parameters = inspect.signature(type(module).forward).parameters
+    return next((name for name in _POSITIONS if name in parameters), "")
 
 
 def shifts_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -85,11 +90,6 @@ def part_of(inputs: Inputs, context: ContextParallel, index: int) -> Inputs:
         )
     length, device = _length(args, kwargs)
     degree = context.degree
-    if length % degree:
-        raise ArgumentError(
-            f"A sequence of {length} cannot be divided by cp={degree}: pad it to a"
-            " multiple."
-        )
     if kwargs.get(context.positions) is None:
         # Values count: models look for packed sequences in them.
         where = "cpu" if device.type == "meta" else device
@@ -99,14 +99,31 @@ def part_of(inputs: Inputs, context: ContextParallel, index: int) -> Inputs:
         following = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         kwargs["shift_labels"] = following
         kwargs["num_items_in_batch"] = (following != _IGNORED).sum() / degree
-    size = length // degree
 
     def cut(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() < 2:
-            return value
-        return value.narrow(_SEQUENCE, index * size, size).contiguous()
+        return tensor_part(value, degree, index)
 
     return tree_map(cut, args), tree_map(cut, kwargs)
+
+
+def tensor_part(value: Any, degree: int, index: int) -> Any:
+    """What a rank is given of one argument: the same if it has no sequence.
+
+    Raises:
+        ArgumentError: The sequence cannot be cut evenly.
+    """
+    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+        return value
+    length = value.shape[_SEQUENCE]
+    if length % degree:
+        raise ArgumentError(
+            f"A sequence of {length} cannot be divided by cp={degree}: pad it to a"
+            " multiple."
+        )
+    size = length // degree
+    part = value.narrow(_SEQUENCE, index * size, size)
+    # A copy, as views hold the whole.
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 def _length(args: Any, kwargs: Any) -> tuple[int, torch.device]:

@@ -8,16 +8,26 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autosac.errors import ArgumentError, UnsupportedError
+from autosac.errors import ArgumentError, AutosacError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.context_parallel import (
+    METHODS,
+    ContextParallel,
+    Method,
+    check_method,
+)
 from autosac.parallel.mesh_racing import (
+    Division,
     Lost,
     MeshRace,
     TpPlan,
+    check_no_group,
+    parts_of,
     read_degrees,
     read_dimensions,
 )
-from autosac.parallel.tp_styles import WHOLE, TensorParallel
+from autosac.parallel.meshes import read_parts
+from autosac.parallel.tp_styles import WHOLE
 from autosac.parallel.tp_tracing import fake_ranks
 from autosac.pipelines.blocks import check_cuts
 from autosac.pipelines.fastest import fastest
@@ -59,11 +69,14 @@ class AskedMesh:
     stages_per_rank: int | Sequence[int] | None = None
     tp_plan: TpPlan = None
     loss_parallel: bool = False
+    cp_method: Method = METHODS[0]
     param_dtype: str | None = None
     reduce_dtype: str | None = None
     relative_gap: float = RELATIVE_GAP
 
     def __post_init__(self) -> None:
+        is_shared = (self.mesh or {}).get("cp", 1) != 1
+        check_method(self.cp_method, is_shared=is_shared)
         if self.num_ranks is None and "pp" not in (self.mesh or {}):
             raise ArgumentError(
                 "`num_ranks` is missing: pass the number of stages, or mesh={'pp':"
@@ -100,7 +113,13 @@ class AskedMesh:
 
         Collectives may hold what is moved.
         """
-        degree = (self.mesh or {}).get("tp", 1)
+        mesh = self.mesh or {}
+        if mesh.get("cp", 1) not in (1, None):
+            return UnsupportedError(
+                "`offload` is not planned in pipelines with context parallelism, whose"
+                " collectives may hold what is moved: leave it, or 'cp' of `mesh`, out."
+            )
+        degree = mesh.get("tp", 1)
         if degree not in (1, None) or self.tp_plan is not None or self.loss_parallel:
             return UnsupportedError(
                 "`offload` is not planned in pipelines with tensor parallelism, whose"
@@ -122,10 +141,10 @@ class AskedMesh:
             num_ranks = (self.mesh or {})["pp"]
         if num_ranks is None or _is_open(self.mesh):
             return replace(self.search(given), far=far).run()
-        degrees, parallel = _read_mesh(
+        degrees, parts, parallel = _read_mesh(
             self.mesh, self.tp_plan, self.loss_parallel, num_ranks, given.cluster
         )
-        parallel = self._in_types(parallel)
+        parallel, parts = self._in_types(parallel, parts)
         num_rows = _num_rows(given.inputs, self.global_batch, parallel)
         candidates = _schedules(
             self.num_micro_batches,
@@ -142,10 +161,19 @@ class AskedMesh:
             relative_gap=self.relative_gap,
             far=far,
         )
-        if degrees == (1,):
+        if degrees == parts == (1,):
             return asked.planned(WHOLE)
+        check_no_group(parts)
         race = MeshRace(asked.planned)
-        race.run(given.model, degrees, self.tp_plan, self.loss_parallel)
+        contexts = []
+        for number in parts:
+            try:
+                contexts.append(asked.context_of(number, self.cp_method))
+            except AutosacError as error:
+                race.refused.append((ContextParallel(degree=number), error))
+        race.run(
+            given.model, degrees, self.tp_plan, self.loss_parallel, lambda _: contexts
+        )
         if race.best is None:
             raise race.least[0] if race.least else race.refused[0][1]
         lost = map(_lost, race.lost())
@@ -163,7 +191,7 @@ class AskedMesh:
                 " that share a batch: pass `cluster` (with `num_gpus`) and"
                 " `global_batch`."
             )
-        known = {"pp": None, "replicate": 1, "fsdp": 1, "tp": 1}
+        known = {"pp": None, "replicate": 1, "fsdp": 1, "cp": 1, "tp": 1}
         mesh = read_dimensions(self.mesh, known)
         if self.num_ranks is not None:
             if mesh["pp"] not in (None, self.num_ranks):
@@ -181,7 +209,7 @@ class AskedMesh:
             inputs=rows_of(given.inputs, 1),
             target=rows_of(given.target, 1),
             # Of any stage that is sharded: over how many ranks, the search says.
-            parallel=self._in_types(DataParallel(shard_degree=2)),
+            parallel=self._in_types(DataParallel(shard_degree=2), (1,))[0],
         )
         return MeshSearch(
             base=base,
@@ -193,17 +221,24 @@ class AskedMesh:
             global_batch=self.global_batch,
             tp_plan=self.tp_plan,
             loss_parallel=self.loss_parallel,
+            cp_method=self.cp_method,
             schedules=self.schedules,
             stages_per_rank=self.stage_numbers,
             budget_bytes=parse_bytes(self.memory_budget, total_bytes=base.memory_bytes),
             relative_gap=self.relative_gap,
         )
 
-    def _in_types(self, parallel: DataParallel) -> DataParallel:
-        """Replicas and shards under the mixed-precision policy, if there is one."""
+    def _in_types(
+        self, parallel: DataParallel, parts: tuple[int, ...]
+    ) -> tuple[DataParallel, tuple[int, ...]]:
+        """Replicas and shards under the mixed-precision policy, if there is one.
+
+        And degrees of context parallelism with which there are any.
+        """
         if self.param_dtype is None and self.reduce_dtype is None:
-            return parallel
-        return _in_types(parallel, self.param_dtype, self.reduce_dtype)
+            return parallel, parts
+        parts = tuple(n for n in parts if parallel.degree * n > 1)
+        return _in_types(parallel, parts, self.param_dtype, self.reduce_dtype), parts
 
 
 def _cut(
@@ -254,10 +289,19 @@ class _Asked:
     relative_gap: float
     far: FarBytes | None
 
-    def planned(self, tensor: TensorParallel) -> PipelinePlan:
-        """The plan of one division of tensors."""
-        with _ranks(tensor):
-            own = self._divided(tensor)
+    @property
+    def undivided(self) -> MicroBatch:
+        """The smallest micro-batch."""
+        return next(iter(self.micro_batches.values()))
+
+    def planned(self, division: Division) -> PipelinePlan:
+        """The plan of one way to see a batch together.
+
+        Raises:
+            AutosacError: As `plan_pipeline`.
+        """
+        with _ranks(division):
+            own = self._divided(division)
             least = min(schedule.num_stages for schedule in self.schedules)
             for micro_batch in own.values():
                 micro_batch.check_mesh()
@@ -266,13 +310,25 @@ class _Asked:
             races = [self._race(own, schedule) for schedule in self.schedules]
             return fastest(races, self.far)
 
-    def _divided(self, tensor: TensorParallel) -> dict[int, MicroBatch]:
+    def context_of(self, degree: int, method: Method) -> ContextParallel:
+        """How so many ranks share a sequence.
+
+        Raises:
+            ArgumentError: It cannot be cut so.
+            UnsupportedError: A rank cannot run the model on its part.
+        """
+        context = self.undivided.context_of(degree, method)
+        if degree > 1:  # slices add ops of their own: the check is without
+            with _ranks(context):
+                self.undivided.on_rank(context, self.undivided).check_parts()
+        return context
+
+    def _divided(self, division: Division) -> dict[int, MicroBatch]:
         """The micro-batches on the first rank of the group that is there."""
-        if tensor.degree == 1:
+        if division.degree == 1:
             return self.micro_batches
-        smallest = next(iter(self.micro_batches.values()))
         return {
-            number: micro_batch.on_rank(tensor, smallest)
+            number: micro_batch.on_rank(division, self.undivided)
             for number, micro_batch in self.micro_batches.items()
         }
 
@@ -283,21 +339,23 @@ class _Asked:
         return race_of(micro_batch, schedule, budget_bytes, self.relative_gap)
 
 
-def _ranks(tensor: TensorParallel) -> AbstractContextManager[None]:
-    if tensor.degree == 1:
+def _ranks(division: Division) -> AbstractContextManager[None]:
+    if division.degree == 1:
         return nullcontext()
-    return fake_ranks(tensor.degree, divides_loss=tensor.divides_loss)
+    tensor, _ = parts_of(division)
+    return fake_ranks(division.degree, divides_loss=tensor.divides_loss)
 
 
 def _lost(lost: Lost[PipelinePlan]) -> str:
     """A mesh that was not taken, and why."""
-    tensor = lost.division
-    assert isinstance(tensor, TensorParallel)
-    if tensor.degree == 1:
-        return f"tp=1: {lost.reason}"
-    kind = "sequence" if tensor.cuts_sequences else "tensor"
-    kind += ", expert" * tensor.has_whole_experts
-    return f"tp={tensor.degree}, {kind}: {lost.reason}"
+    tensor, context = parts_of(lost.division)
+    words = [f"cp={context.degree}"] * (context.degree > 1)
+    if tensor.degree > 1 or not words:
+        words.append(f"tp={tensor.degree}")
+    if tensor.degree > 1:
+        words.append("sequence" if tensor.cuts_sequences else "tensor")
+        words += ["expert"] * tensor.has_whole_experts
+    return f"{', '.join(words)}: {lost.reason}"
 
 
 def _read_mesh(
@@ -306,33 +364,41 @@ def _read_mesh(
     loss_parallel: bool,
     num_ranks: int,
     spec: ClusterSpec | None,
-) -> tuple[tuple[int, ...], DataParallel]:
-    """Degrees of tensor parallelism to look at, and replicas and shards."""
-    known = {"pp": num_ranks, "replicate": 1, "fsdp": 1, "tp": 1}
+) -> tuple[tuple[int, ...], tuple[int, ...], DataParallel]:
+    """Degrees of tensor and context parallelism to look at, replicas and shards."""
+    known = {"pp": num_ranks, "replicate": 1, "fsdp": 1, "cp": 1, "tp": 1}
     asked = read_dimensions(mesh, known)
     if asked["pp"] not in (num_ranks, None):
         raise _other_stages(asked["pp"], num_ranks)
     shards, replicas = (_number(asked, name) for name in ("fsdp", "replicate"))
     parallel = DataParallel(shard_degree=shards, replicate_degree=replicas)
     is_whole = asked["tp"] == 1 and tp_plan is None and not loss_parallel
-    if is_whole and parallel.degree == 1:
-        return (1,), parallel
+    if is_whole and asked["cp"] == 1 and parallel.degree == 1:
+        return (1,), (1,), parallel
     if spec is None:
         raise ArgumentError(
             "`mesh` or `tp_plan` asks for several ranks a stage, and `cluster` is"
             " missing, whose links time what these exchange: pass a known name or a"
             " `ClusterSpec`."
         )
+    parts = read_parts(asked["cp"], spec)
     if is_whole:
-        return (1,), parallel
-    return read_degrees(asked["tp"], tp_plan, loss_parallel, spec), parallel
+        return (1,), parts, parallel
+    return (
+        read_degrees(asked["tp"], tp_plan, loss_parallel, spec),
+        parts,
+        parallel,
+    )
 
 
 def _in_types(
-    parallel: DataParallel, param_dtype: str | None, reduce_dtype: str | None
+    parallel: DataParallel,
+    parts: tuple[int, ...],
+    param_dtype: str | None,
+    reduce_dtype: str | None,
 ) -> DataParallel:
     """These replicas and shards under a mixed-precision policy."""
-    if parallel.degree == 1:
+    if not parts:
         raise ArgumentError(
             "`param_dtype` and `reduce_dtype` are types in which FSDP2 gathers and"
             " reduces, and `mesh` asks for none: pass mesh={'fsdp': ...}, or cast the"

@@ -8,9 +8,10 @@ with nothing but the tensor that the one before has returned.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,13 +19,33 @@ from torch import nn
 from autosac import _compat
 from autosac._compat_distributed import hide_propagation, unwrapped
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
+from autosac.parallel.sequence_parts import positions_argument
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.tracing.copying import copied
 from autosac.tracing.failures import explanation
 from autosac.tracing.recorder import Recorder
 from autosac.tracing.step import Step
 
+_Model = TypeVar("_Model", bound=nn.Module)
 _ADVICE = "a pipeline cuts a model whose blocks follow one another"
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A part of a sequence.
+
+    Attributes:
+        first: Position of its first token.
+        number: How many it has.
+    """
+
+    first: int
+    number: int
+
+    def positions(self, device: torch.device) -> torch.Tensor:
+        """Of its tokens; shape (1, number)."""
+        end = self.first + self.number
+        return torch.arange(self.first, end, device=device)[None]
 
 
 class Stage(nn.Module):
@@ -33,11 +54,19 @@ class Stage(nn.Module):
     Args:
         model: The model.
         fqns: Names of the blocks in the order of their calls.
+        tokens: The part of the sequence that it is given: blocks whose forward takes
+            positions (`sequence_parts.positions_argument`) get these. None for all of
+            it, whose positions blocks know.
     """
 
-    def __init__(self, model: nn.Module, fqns: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, fqns: Sequence[str], tokens: Tokens | None = None
+    ) -> None:
         super().__init__()
         self.block_fqns = tuple(fqns)
+        self.tokens = tokens
+        names = {fqn: positions_argument(model.get_submodule(fqn)) for fqn in fqns}
+        self._positions_of = {f: n for f, n in names.items() if n and tokens}
         self.training = model.training
         for fqn in fqns:
             parent: nn.Module = self
@@ -50,9 +79,18 @@ class Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the blocks."""
+        (last,) = deque(self.outputs(x), maxlen=1)
+        return last
+
+    def outputs(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Run the blocks, and hand on what each of them returns."""
+        where = None
+        if self.tokens is not None and self._positions_of:
+            where = self.tokens.positions(x.device)
         for fqn in self.block_fqns:
-            x = self.get_submodule(fqn)(x)
-        return x
+            name = self._positions_of.get(fqn)
+            x = self.get_submodule(fqn)(x, **({name: where} if name else {}))
+            yield x
 
 
 def block_fqns(model: nn.Module) -> list[str]:
@@ -152,11 +190,11 @@ def chain_of(
 
 
 def _on_fakes(
-    model: nn.Module,
+    model: _Model,
     inputs: torch.Tensor,
     mode: _compat.FakeTensorMode,
     dtype: torch.dtype | None,
-) -> tuple[nn.Module, torch.Tensor]:
+) -> tuple[_Model, torch.Tensor]:
     """A model and its inputs as fake tensors of a mode, which compute in a type."""
     step = Step(
         model=model,
@@ -189,8 +227,7 @@ def _running(model: nn.Module, mode: _compat.FakeTensorMode) -> Iterator[None]:
 
 
 def handed_on(
-    divided: nn.Module,
-    fqns: Sequence[str],
+    divided: Stage,
     inputs: torch.Tensor,
     dtype: torch.dtype | None = None,
     *,
@@ -199,8 +236,7 @@ def handed_on(
     """What blocks of a divided model hand on, on the first rank of those that share it.
 
     Args:
-        divided: The model in a group of these ranks; it runs once on fake tensors.
-        fqns: Its blocks in order.
+        divided: Some in a group of these ranks; they run once on fake tensors.
         inputs: Of one micro-batch.
         dtype: In which it computes, None for its own.
         divides_loss: The loss takes a distributed tensor of the last block.
@@ -212,10 +248,12 @@ def handed_on(
     mode = _compat.fake_mode(plain=False)
     fake_model, passed = _on_fakes(divided, inputs, mode, dtype)
     order: dict[str, Passed] = {}
+    fqns = divided.block_fqns
     with _running(fake_model, mode):
+        outputs = fake_model.outputs(passed)
         for fqn in fqns:
             try:
-                passed = fake_model.get_submodule(fqn)(passed)
+                passed = next(outputs)
             except (AutosacError, torch.OutOfMemoryError):
                 raise
             except Exception as error:  # whatever the user's code raises

@@ -1,7 +1,8 @@
 """A model and one micro-batch: all that does not depend on the schedule of a pipeline.
 
-With tensor parallelism it is what the first rank of each group has and does, traced in
-a fake group as in `tp_tracing`. With FSDP2 it is the first rank's, too
+Where ranks share slices of tensors, or a sequence, it is what the first of them has and
+does, traced in a fake group as in `tp_tracing` and `cp_tracing`; of a ring, too, whose
+first rank holds no less than others. With FSDP2 it is the first rank's
 (`sharded_stages`). Stages hand on plain tensors: a whole one that all
 ranks of a group have, or each its part of the sequence or of the last dimension. Each
 sends it to the rank that has its own place in the next stage.
@@ -17,16 +18,27 @@ from typing import Any, TypeVar
 import torch
 
 from autosac.costs.roofline import compute_ms
-from autosac.errors import ArgumentError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.fake_tensors.repeated_calls import KnownCalls
+from autosac.parallel import cp_tracing, tp_tracing
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.context_parallel import (
+    WHOLE_SEQUENCE,
+    ContextParallel,
+    Method,
+)
+from autosac.parallel.cp_tracing import attentions_of, check_parts, rank_copy
 from autosac.parallel.divided_loss import loss_for
+from autosac.parallel.mesh_racing import Division, division_of, parts_of
+from autosac.parallel.meshes import without_slices
+from autosac.parallel.sequence_parts import positions_argument, tensor_part
 from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.parallel.tp_tracing import divided_copy, exchange_ms, late_bytes, priced
+from autosac.parallel.tp_tracing import divided_copy
 from autosac.pipelines.blocks import (
     Passed,
     Stage,
+    Tokens,
     chain_of,
     check_styles,
     handed_on,
@@ -70,7 +82,9 @@ class MicroBatch:
         cluster: Whose links time what is sent; None for no time.
         tensor: How tensors are divided: what is traced is what the first rank has, in
             the fake group that is there.
-        parallel: Ranks of a stage that train on batches of their own.
+        context: How ranks share the sequence, of which `inputs` and `target` are then
+            the first part.
+        parallel: Ranks of a stage that train on batches of their own, or on parts.
         undivided: The model undivided, of any size: says which blocks do the same.
         shares: Stages of like blocks are taken to be alike in the search for cuts.
     """
@@ -82,6 +96,7 @@ class MicroBatch:
     options: dict[str, Any]
     cluster: ClusterSpec | None
     tensor: TensorParallel = WHOLE
+    context: ContextParallel = WHOLE_SEQUENCE
     parallel: DataParallel = ALONE
     undivided: MicroBatch | None = None
     shares: bool = True
@@ -100,24 +115,82 @@ class MicroBatch:
     )
 
     def __post_init__(self) -> None:
-        if self.tensor.degree > 1 and self.undivided is None:
-            self.undivided = replace(self, tensor=WHOLE)
+        if self.is_divided and self.undivided is None:
+            self.undivided = replace(self, tensor=WHOLE, context=WHOLE_SEQUENCE)
+
+    @property
+    def division(self) -> Division:
+        """How ranks see one batch together."""
+        return division_of(self.tensor, self.context)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether several do."""
+        return self.division.degree > 1
 
     def _stage(self, blocks: Sequence[int]) -> Stage:
         """What the first rank has of some blocks."""
         fqns = list((self.undivided or self).chain)
         own = [fqns[i] for i in blocks]
+        tensor, context = self.tensor.within(own), self.context.within(own)
+        if self.context.degree > 1:
+            device = (self.undivided or self).whole.device
+            stage = Stage(self.model, own, Tokens(0, self.inputs.shape[1]))
+            return rank_copy(stage, tensor, context, device)
         stage = Stage(self.model, own)
-        if self.tensor.degree > 1:
-            return divided_copy(stage, self.tensor.within(own))
-        return stage
+        return divided_copy(stage, tensor) if tensor.degree > 1 else stage
 
-    def on_rank(self, tensor: TensorParallel, undivided: MicroBatch) -> MicroBatch:
-        """The same on the first of the ranks that share slices."""
-        loss_fn = loss_for(tensor, self.loss_fn)
-        new = replace(self, tensor=tensor, undivided=undivided, loss_fn=loss_fn)
+    def on_rank(self, division: Division, undivided: MicroBatch) -> MicroBatch:
+        """The same on the first of the ranks that see one batch together.
+
+        Args:
+            division: How they do.
+            undivided: The model undivided, of any size.
+
+        Raises:
+            ArgumentError: The sequence cannot be cut evenly.
+        """
+        tensor, context = parts_of(division)
+        new = replace(
+            self,
+            inputs=tensor_part(self.inputs, context.degree, 0),
+            target=tensor_part(self.target, context.degree, 0),
+            tensor=tensor,
+            context=context,
+            parallel=self.parallel.in_parts(context.degree),
+            undivided=undivided,
+            loss_fn=loss_for(tensor, self.loss_fn),
+        )
         new._calls = undivided._calls
         return new
+
+    def context_of(self, degree: int, method: Method) -> ContextParallel:
+        """How so many ranks share the sequence of an undivided model.
+
+        Raises:
+            UnsupportedError: They cannot.
+        """
+        if degree == 1:
+            return WHOLE_SEQUENCE
+        blocks = (self.model.get_submodule(fqn) for fqn in self.chain)
+        if not any(map(positions_argument, blocks)):
+            raise UnsupportedError(
+                "No block's forward has an argument `position_ids`, and a rank of"
+                " context parallelism has a part of the sequence: let those blocks that"
+                " need positions take it, None for all tokens from the first on, which"
+                " it must not count where it is given; or plan without 'cp'."
+            )
+        attentions = attentions_of(self.whole.tape)
+        return ContextParallel(degree=degree, method=method, attentions=attentions)
+
+    def check_parts(self) -> None:
+        """Refuse a model that cannot be run on a part of as many rows undivided.
+
+        Raises:
+            UnsupportedError: As `cp_tracing.check_parts`.
+        """
+        assert self.undivided is not None
+        check_parts(self.undivided.whole.tape, self.whole.tape, self.context)
 
     @cached_property
     def chain(self) -> dict[str, Passed]:
@@ -128,10 +201,9 @@ class MicroBatch:
         fqns = list(self.undivided.chain)
         if self.tensor.degree > 1:
             check_styles(fqns, self.tensor)
-        firsts = [fqns[i] for i in self.blocks.firsts]
         stage = self._stage(self.blocks.firsts)
         divides_loss = self.tensor.divides_loss
-        passed = handed_on(stage, firsts, self.inputs, dtype, divides_loss=divides_loss)
+        passed = handed_on(stage, self.inputs, dtype, divides_loss=divides_loss)
         handed = list(passed.values())
         stand_ins = zip(fqns, self.blocks.stands_for, strict=True)
         return {fqn: handed[place] for fqn, place in stand_ins}
@@ -177,12 +249,19 @@ class MicroBatch:
 
     def _measured(self, traced: Profile) -> Profile:
         """A profile with measured figures where its device is, and of the links."""
-        calibrated = calibrated_if_present(traced)
-        if self.tensor.degree == 1:
-            return calibrated
+        profile = calibrated_if_present(traced)
+        if not self.is_divided:
+            return profile
         assert self.cluster is not None
-        is_sharded = self.parallel.degree > 1
-        return priced(calibrated, self.cluster, self.tensor, sharded=is_sharded)
+        if self.tensor.degree > 1:
+            is_sharded = self.parallel.degree > 1
+            profile = tp_tracing.priced(
+                profile, self.cluster, self.tensor, sharded=is_sharded
+            )
+        if self.context.degree > 1:
+            groups = without_slices(self.cluster, self.tensor.degree)
+            profile = cp_tracing.priced(profile, self.context, groups)
+        return profile
 
     @property
     def memory_bytes(self) -> int:
@@ -368,7 +447,9 @@ class MicroBatch:
         """What slow threads of gloo may hold of what ranks exchange."""
         step = self.step(first, end)
         reduced_bytes = step.sharded.late_bytes if step.sharded else 0
-        return late_bytes(step.later, self.tensor.degree) + reduced_bytes
+        exchanged_bytes = tp_tracing.late_bytes(step.later, self.tensor.degree)
+        exchanged_bytes += cp_tracing.late_bytes(step.later)
+        return exchanged_bytes + reduced_bytes
 
     def sharding_ms(self, blocks: tuple[int, ...]) -> tuple[float, float]:
         """Times in which FSDP2 gathers parameters and reduces gradients of a stage."""
@@ -381,7 +462,8 @@ class MicroBatch:
     def exchange_ms(self, first: int, end: int) -> float:
         """Time of the collectives of a group in some blocks, forward and backward."""
         later = self.step(first, end).later
-        return exchange_ms(later, self.tensor.degree, optimizer=False)
+        own_ms = tp_tracing.exchange_ms(later, self.tensor.degree, optimizer=False)
+        return own_ms + cp_tracing.exchange_ms(later)
 
     def send_ms(self, ranks: tuple[int, int], end: int) -> float:
         """Time in which what a stage hands on arrives; ranks fill node after node.

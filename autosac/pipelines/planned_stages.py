@@ -68,6 +68,7 @@ def of_pipeline(micro_batch: MicroBatch, schedule: Schedule) -> dict[str, Any]:
         "model": fingerprint(micro_batch.model),
         "torch_version": torch.__version__,
         "tensor": tensor,
+        "context": micro_batch.context,
         "parallel": micro_batch.parallel,
     }
 

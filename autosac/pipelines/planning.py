@@ -16,6 +16,7 @@ import torch
 
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.context_parallel import METHODS, Method
 from autosac.parallel.mesh_racing import TpPlan
 from autosac.parallel.preparing import cluster_of
 from autosac.pipelines.asked_meshes import AskedMesh
@@ -51,6 +52,7 @@ def plan_pipeline(
     mesh: Mapping[str, int | None] | None = None,
     tp_plan: TpPlan = None,
     loss_parallel: bool = False,
+    cp_method: Method = METHODS[0],
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
     relative_gap: float = RELATIVE_GAP,
@@ -85,12 +87,16 @@ def plan_pipeline(
         mesh: ``{"tp": n}``: each stage lies on n ranks of a node, which share slices
             of tensors and see one batch together; ``{"tp": None}`` tries all that
             divide a node. ``"fsdp"``: over how many ranks FSDP2 shards each stage;
-            ``"replicate"``: how many such groups a stage has. None for none. With None
-            for one of these, or for ``"pp"``, all degrees with which all GPUs of the
-            cluster, or some of them, share `global_batch` come into question; then
-            ``"tp"``, too, is chosen with them.
+            ``"replicate"``: how many such groups a stage has. ``"cp"``: in place of
+            each rank that has a batch so many have a part each of its sequence, the
+            second dimension of `inputs` and `target`; FSDP2 shards over these as well.
+            None for none. With None for one of `fsdp` and `replicate`, or for
+            ``"pp"``, all degrees with which all GPUs of the cluster, or some of them,
+            share `global_batch` come into question; then ``"cp"`` and ``"tp"``, too,
+            are chosen with them.
         tp_plan: Which slices, as in `plan_parallel`.
         loss_parallel: Logits stay divided, likewise.
+        cp_method: How attention sees the whole sequence, likewise.
         param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
         reduce_dtype: and in which gradients add up and are reduced; both or none.
         relative_gap: A solve stops when it is proven this close to the least; where
@@ -98,7 +104,8 @@ def plan_pipeline(
         offload: Whether AC units of stages may have in far memory what they keep
             between forward and backward of a micro-batch, as in `plan`. Each rank has
             of its device's link what `cluster` says that it shares. Not with slices
-            of tensors: of meshes that are chosen these are planned without.
+            of tensors or parts of sequences: of meshes that are chosen these are
+            planned without.
         host_budget: Cap on what one rank has there of all micro-batches in flight, in
             bytes or as text; None for none.
         offload_dir: Where files of the CPU's far memory lie, as in `plan`.
@@ -107,8 +114,9 @@ def plan_pipeline(
     Raises:
         InfeasibleBudgetError: No plan fits; says the least peak.
         UnsupportedError: The model is no chain, or its blocks share parameters that no
-            stages can hold together; `offload` with slices of tensors; or more
-            than three stages a rank that FSDP2 shards.
+            stages can hold together; `offload` with slices of tensors or parts of
+            sequences; tokens meet elsewhere than in attention; or more than three
+            stages a rank that FSDP2 shards.
         ArgumentError: An argument cannot be read, the batch cannot be cut so, tensors
             cannot be divided so, or the device has no known link to far memory.
         SolverError: A stage's dry run does not confirm its plan.
@@ -132,6 +140,7 @@ def plan_pipeline(
         stages_per_rank=stages_per_rank,
         tp_plan=tp_plan,
         loss_parallel=loss_parallel,
+        cp_method=cp_method,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         relative_gap=relative_gap,

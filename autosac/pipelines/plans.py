@@ -16,12 +16,16 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autosac import _compat_pipelining
+from autosac._compat_distributed import sharding_mesh
 from autosac.checkpointing import installing
 from autosac.errors import ArgumentError
+from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.fsdp_applying import check_mesh, shard
+from autosac.parallel.mesh_racing import Division, division_of
+from autosac.parallel.sequence_parts import tensor_part
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.pipelines.blocks import Passed, Stage
+from autosac.pipelines.blocks import Passed, Stage, Tokens
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
 from autosac.planning.plans import check_model
@@ -48,8 +52,8 @@ class StagePlan:
         forward_ms: Predicted time of one micro-batch forward,
         backward_ms: and backward, recomputation included,
         recompute_ms: of which this is recomputation,
-        exchange_ms: and what of both, recomputation apart, ranks that share slices
-            spend on collectives.
+        exchange_ms: and what of both, recomputation apart, ranks that share slices or
+            a sequence spend on collectives.
         gather_ms: Predicted time in which FSDP2 gathers its parameters, once in a step,
         reduce_ms: and reduces its gradients, likewise.
         late_bytes: What a rank may hold besides while slow threads of gloo still have
@@ -93,8 +97,10 @@ class PipelinePlan(Summarized):
         calibrated: Times of ops were measured, not modelled.
         model: Fingerprint of the model the plan is for.
         torch_version: PyTorch that the model was traced with.
-        tensor: How tensors of a stage are divided among ranks that see one batch.
-        parallel: Replicas and shards of each stage, which see batches of their own.
+        tensor: How tensors of a stage are divided among ranks that see one batch,
+        context: and how groups of these share its sequence.
+        parallel: Replicas and shards of each stage, which see batches of their own, or
+            parts of some.
         bound_ms: No step is faster, by the times of blocks that recompute nothing: of
             all schedules, numbers of micro-batches and, if degrees were open, meshes.
         offload_dir: Where files of the CPU's far memory lie; None for the system's
@@ -115,6 +121,7 @@ class PipelinePlan(Summarized):
     model: Fingerprint
     torch_version: str
     tensor: TensorParallel = WHOLE
+    context: ContextParallel = WHOLE_SEQUENCE
     parallel: DataParallel = ALONE
     bound_ms: float = 0.0
     offload_dir: str | None = None
@@ -122,9 +129,9 @@ class PipelinePlan(Summarized):
     step_kwargs: ClassVar[dict[str, bool]] = {"return_outputs": False}
 
     @property
-    def division(self) -> TensorParallel:
-        """How ranks share tensors, as `MeshRace` compares plans."""
-        return self.tensor
+    def division(self) -> Division:
+        """How ranks see one batch together, as `MeshRace` compares plans."""
+        return division_of(self.tensor, self.context)
 
     @property
     def num_ranks(self) -> int:
@@ -135,7 +142,7 @@ class PipelinePlan(Summarized):
     def global_batch(self) -> int:
         """Rows of a step: of all micro-batches of all replicas and shards together."""
         rows = self.stage_plans[0].received.shape[0]
-        return rows * self.pipeline.num_micro_batches * self.parallel.degree
+        return rows * self.pipeline.num_micro_batches * self.parallel.num_batches
 
     @property
     def _mesh(self) -> dict[str, int]:
@@ -145,12 +152,12 @@ class PipelinePlan(Summarized):
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
-        """Ranks by dimension: stages, replicas, shards, and those that share slices."""
+        """Ranks by dimension: stages, replicas, shards, parts of sequences, slices."""
         return tuple(self._mesh.values())
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
-        """Names of these: of ``"pp"``, ``"replicate"``, ``"fsdp"`` and ``"tp"``."""
+        """Of ``"pp"``, ``"replicate"``, ``"fsdp"``, ``"cp"`` and ``"tp"`` those."""
         return tuple(self._mesh)
 
     @property
@@ -188,8 +195,9 @@ class PipelinePlan(Summarized):
     def make_mesh(self, device_type: str) -> DeviceMesh:
         """The mesh of the pipeline, of `mesh_shape`; every rank calls it.
 
-        Neighbouring ranks share slices (``"tp"``), and must get the same batch; those
-        with another `batch_index` get batches of their own.
+        Neighbouring ranks share slices (``"tp"``), or the sequence (``"cp"``), and must
+        get the same batch, of the latter `part_of`; those with another `batch_index`
+        get batches of their own.
 
         Args:
             device_type: Of the ranks' devices, such as ``"cuda"``.
@@ -216,8 +224,25 @@ class PipelinePlan(Summarized):
         """
         index = 0
         for name, size in self.parallel.sizes.items():
-            index = index * size + mesh.get_local_rank(name)
+            if name != "cp":
+                index = index * size + mesh.get_local_rank(name)
         return index
+
+    def part_of(self, batch: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+        """What this rank is given of the inputs or the target of its batch.
+
+        Args:
+            batch: Either; its second dimension is the sequence.
+            mesh: As `make_mesh` makes it.
+
+        Raises:
+            ArgumentError: The sequence cannot be cut evenly.
+        """
+        if self.context.degree == 1:
+            return batch
+        place = mesh.get_local_rank("cp")
+        part: torch.Tensor = tensor_part(batch, self.context.degree, place)
+        return part
 
     def stages(self, model: torch.nn.Module, mesh: DeviceMesh) -> list[PipelineStage]:
         """The stages of this rank: divided, with AC units, then sharded.
@@ -234,6 +259,7 @@ class PipelinePlan(Summarized):
             PlanMismatchError: The plan was made for another model.
             ArgumentError: A plan is applied already, the mesh has another shape, or
                 ranks that must draw the same random numbers have other seeds.
+            UnsupportedError: Attention is by a ring.
         """
         arguments.check_kind(model)
         check_unplanned(model)
@@ -243,9 +269,11 @@ class PipelinePlan(Summarized):
         stages: list[PipelineStage] = []
         for index in self.pipeline.stages_of(along.get_local_rank()):
             plan = self.stage_plans[index]
-            module = Stage(model, plan.fqns)
+            module = Stage(model, plan.fqns, self._tokens(mesh))
             if self.tensor.degree > 1:
                 self.tensor.within(plan.fqns).apply(module, mesh["tp"])
+            if self.context.degree > 1:
+                self.context.within(plan.fqns).apply(module, mesh["cp"])
             step = installing.Step(offload_dir=self.offload_dir)
             installing.install(module, plan.op_policies, step)
             if self.parallel.degree > 1:
@@ -262,9 +290,19 @@ class PipelinePlan(Summarized):
             stages.append(stage)
         return stages
 
+    def _tokens(self, mesh: DeviceMesh) -> Tokens | None:
+        """The part of the sequence that this rank has; None for all of it."""
+        if self.context.degree == 1:
+            return None
+        number = self.stage_plans[0].received.shape[1]
+        return Tokens(number * mesh.get_local_rank("cp"), number)
+
     def _shard(self, module: Stage, mesh: DeviceMesh) -> None:
         names = tuple(self.parallel.sizes)
-        own = mesh[names[0]] if len(names) == 1 else mesh[names]
+        if "cp" in names and "fsdp" in names:
+            own = sharding_mesh(mesh, "fsdp", "cp")
+        else:
+            own = mesh[names[0]] if len(names) == 1 else mesh[names]
         shard(module, self.parallel.sharding(stage_units(module)), own)
 
     def schedule(
@@ -304,6 +342,8 @@ class PipelinePlan(Summarized):
             stages = map(_stage_plan, record["stage_plans"])
             record["stage_plans"] = tuple(stages)
             record["tensor"] = TensorParallel(**record["tensor"])
+            if "context" in record:  # older plans have none
+                record["context"] = ContextParallel.of_record(record["context"])
             record["parallel"] = DataParallel(**record["parallel"])
             record["alternatives"] = tuple(record["alternatives"])
             record["model"] = tuple(
@@ -346,6 +386,8 @@ class PipelinePlan(Summarized):
             facts.append(("idle", f"{idle}: no mesh with them was found to be faster"))
         if tp > 1:
             facts.append(("tensors", self._tensors()))
+        if self.context.degree > 1:
+            facts.append(("sequence", self._sequence()))
         if self.parallel.degree > 1:
             facts.append(("data", self._data()))
         if self.far_bytes:
@@ -382,10 +424,21 @@ class PipelinePlan(Summarized):
 
     def _tensors(self) -> str:
         """How tensors are divided, and what that exchanges."""
+        if self.context.degree > 1:
+            return str(self.tensor)
         exchange_ms = max(stage.exchange_ms for stage in self.stage_plans)
         return (
             f"{self.tensor}; their collectives take up to {format_ms(exchange_ms)} of a"
             " micro-batch in a stage"
+        )
+
+    def _sequence(self) -> str:
+        """How the sequence is shared, and what is waited for that."""
+        exchange_ms = max(stage.exchange_ms for stage in self.stage_plans)
+        return (
+            f"{self.context}; in a stage they wait for each other"
+            f"{', for tensors too,' * (self.tensor.degree > 1)} up to"
+            f" {format_ms(exchange_ms)} of a micro-batch"
         )
 
     def _offload(self) -> str:

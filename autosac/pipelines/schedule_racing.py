@@ -83,7 +83,7 @@ class Race:
     @property
     def may_offload(self) -> bool:
         """Whether stages may use far memory: not if they have collectives."""
-        return self.micro_batch.tensor.degree == 1
+        return not self.micro_batch.is_divided
 
     def offloading(self, far: FarBytes, starts: tuple[int, ...] = ()) -> Race:
         """The same whose stages may use far memory.

@@ -37,7 +37,7 @@ from autosac.step.tape import Parameter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataParallel:
-    """Ranks of a stage that train on batches of their own.
+    """Ranks of a stage that train on batches of their own, or on parts of some.
 
     Attributes:
         shard_degree: Over how many of them parameters are sharded.
@@ -45,12 +45,15 @@ class DataParallel:
         param_dtype: Type of gathered parameters, None for their own.
         reduce_dtype: Type in which gradients add up and are reduced; given if and only
             if `param_dtype` is.
+        parts: How many neighbouring ones of those that share parameters see one batch
+            together, with a part each of its sequence.
     """
 
     shard_degree: int = 1
     replicate_degree: int = 1
     param_dtype: str | None = None
     reduce_dtype: str | None = None
+    parts: int = 1
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
@@ -64,11 +67,22 @@ class DataParallel:
         return self.shard_degree * self.replicate_degree
 
     @property
+    def num_batches(self) -> int:
+        """How many batches they train on."""
+        return self.degree // self.parts
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Dimensions of a mesh that they take, outermost first."""
+        shards, parts = self.shard_degree // self.parts, self.parts
+        sizes = {"fsdp": shards} if shards > 1 or self.replicate_degree > 1 else {}
         if self.replicate_degree > 1:
-            return {"replicate": self.replicate_degree, "fsdp": self.shard_degree}
-        return {"fsdp": self.shard_degree} if self.shard_degree > 1 else {}
+            sizes = {"replicate": self.replicate_degree, **sizes}
+        return {**sizes, "cp": parts} if parts > 1 else sizes
+
+    def in_parts(self, parts: int) -> DataParallel:
+        """As many groups of ranks that have parts in place of each of these ranks."""
+        return replace(self, shard_degree=self.shard_degree * parts, parts=parts)
 
     def sharding(self, units: Sequence[str]) -> Sharding:
         """How a stage is sharded whose units these are."""
@@ -94,14 +108,14 @@ class DataParallel:
         return self.param_dtype != self.reduce_dtype
 
     def fits(self, cluster: ClusterSpec, inside: int) -> bool:
-        """Whether shards, and all, divide a node or are whole nodes.
+        """Whether parts, shards, and all, divide a node or are whole nodes.
 
         Args:
             cluster: Whose nodes the ranks fill,
             inside: neighbouring ones of which are not told apart here.
         """
         node = cluster.gpus_per_node // inside
-        sizes = (self.shard_degree, self.degree)
+        sizes = (self.parts, self.shard_degree, self.degree)
         return not any(size % node and node % size for size in sizes)
 
     def least_bytes(self, own: Parameter) -> int:
