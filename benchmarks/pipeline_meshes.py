@@ -2,9 +2,10 @@
 
     python -m benchmarks.pipeline_meshes [--cells 8B:8:2 ...] [--output DIR]
 
-A cell is a model, a number of GPUs, and millions of tokens of a step. Each is planned
-in a process of its own, whose CPU seconds and memory count from the model on. What
-does not fit says a budget that is enough.
+A cell is a model, a number of GPUs, millions of tokens of a step, and ``cp`` if ranks
+may have parts of sequences, too. Each is planned in a process of its own, whose CPU
+seconds and memory count from the model on. What does not fit says a budget that is
+enough.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ CELLS = (
     *("8B:8:2", "405B:512:2", "70B:64:2", "8x7B:64:2"),
     *("405B:16384:16", "70B:1024:16", "8B:128:16", "8x7B:1024:16"),
     *("405B:64:2", "405B:2048:2"),
+    *("8B:64:2", "8B:64:2:cp"),
 )
 
 
@@ -69,12 +71,16 @@ def mixtral() -> nn.Module:
         ).train()
 
 
-def planned(name: str, num_gpus: int, millions: int) -> dict[str, Any]:
+def planned(
+    name: str, num_gpus: int, millions: int, *, in_parts: bool
+) -> dict[str, Any]:
     """Plan one cell in this process."""
     torch.set_num_threads(1)
     model = mixtral() if name == MIXTRAL else llama(name)
     tokens = torch.zeros(1, LENGTH, dtype=torch.int64)
     tp: dict[str, Any] = {"mesh": {"pp": None, "fsdp": None, "tp": None}}
+    if in_parts:
+        tp["mesh"]["cp"] = None
     tp["tp_plan"] = None if name == MIXTRAL else "sequence"
     began = time.process_time()
     row: dict[str, Any] = {}
@@ -120,8 +126,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     if options.one is not None:
-        name, num_gpus, millions = options.one.split(":")
-        print(json.dumps(planned(name, int(num_gpus), int(millions))))
+        name, num_gpus, millions, *more = options.one.split(":")
+        row = planned(name, int(num_gpus), int(millions), in_parts=bool(more))
+        print(json.dumps(row))
         return
     lines = _heading()
     for cell in options.cells:
@@ -135,7 +142,8 @@ def main() -> None:
 
 
 def _line(cell: str, row: dict[str, Any]) -> str:
-    name, num_gpus, millions = cell.split(":")
+    name, num_gpus, millions, *more = cell.split(":")
+    name += ", cp open" * bool(more)
     cost = [f"{row['cpu_s']:.0f}", f"{row['rss_kib'] / 2**10:,.0f}"]
     if "lowest_bytes" in row:
         needs = f"does not fit; {format_bytes(row['lowest_bytes'])} are enough"

@@ -122,8 +122,8 @@ def parallel(
         typed: dict[str, Any] = {
             "cluster": cluster, "num_gpus": gpus, "memory_budget": budget,
             "mesh": read_mesh(mesh), "tp_plan": tp_plan or None,
-            "loss_parallel": loss_parallel, "param_dtype": param_dtype or None,
-            "reduce_dtype": reduce_dtype or None,
+            "loss_parallel": loss_parallel, "cp_method": cp_method,
+            "param_dtype": param_dtype or None, "reduce_dtype": reduce_dtype or None,
         }  # fmt: skip
         plan: ParallelPlan | PipelinePlan
         with usage():
@@ -136,17 +136,11 @@ def parallel(
                 stages_per_rank,
             )
             far: dict[str, Any] = {"offload": offload, "host_budget": host_budget}
-            parts: dict[str, Any] = {"cp_method": cp_method}
             if stages is None:
                 plan = autosac.plan_parallel(
-                    **step.parts(), **step.options, **given, **typed, **far, **parts
+                    **step.parts(), **step.options, **given, **typed, **far
                 )
             else:
-                if cp_method != "ulysses":
-                    raise UsageError(
-                        "--cp-method is for cp in --mesh, which stages do not have:"
-                        " leave it out."
-                    )
                 plan = autosac.plan_pipeline(
                     **step.pipeline(), **typed, **stages, **far
                 )

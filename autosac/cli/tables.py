@@ -77,7 +77,8 @@ def pipeline_record(plan: PipelinePlan) -> dict[str, Any]:
         {name: getattr(stage, name) for name in _STAGE_FIELDS}
         for stage in plan.stage_plans
     ]
-    own = {name: asdict(getattr(plan, name)) for name in ("pipeline", "tensor")}
+    dimensions = ("pipeline", "tensor", "context")
+    own = {name: asdict(getattr(plan, name)) for name in dimensions}
     return {**record, **own, "stages": stages}
 
 

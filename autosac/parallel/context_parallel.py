@@ -254,6 +254,19 @@ class AttentionMode(TorchFunctionMode):
         raise NotImplementedError
 
 
+def check_divides(num_heads: int, degree: int) -> None:
+    """Refuse heads that so many ranks cannot share evenly.
+
+    Raises:
+        ArgumentError: Says so.
+    """
+    if num_heads % degree:
+        raise ArgumentError(
+            f"Attention has {num_heads} heads, which cp={degree} does not divide:"
+            " take a degree that does."
+        )
+
+
 class UlyssesMode(AttentionMode):
     """Attention of some heads to the whole sequence in place of all heads to a part."""
 
@@ -264,11 +277,7 @@ class UlyssesMode(AttentionMode):
     def attend(self, call: Attention) -> torch.Tensor:
         """Exchange, attend, and exchange again."""
         degree, num_heads = self.exchange.degree, call.query.shape[HEADS]
-        if num_heads % degree:
-            raise ArgumentError(
-                f"Attention has {num_heads} heads, which cp={degree} does not divide:"
-                " take a degree that does."
-            )
+        check_divides(num_heads, degree)
         query, key, value = (
             self.exchange(tensor, HEADS, SEQUENCE)
             for tensor in (call.query, *call.shared(degree))

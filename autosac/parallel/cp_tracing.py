@@ -28,9 +28,11 @@ from autosac.errors import ArgumentError, TraceError, UnsupportedError
 from autosac.parallel import tp_tracing
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import (
+    HEADS,
     WHOLE_SEQUENCE,
     ContextParallel,
     Method,
+    check_divides,
 )
 from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_memory import GLOO_THREADS
@@ -90,6 +92,21 @@ def attentions_of(tape: Tape) -> tuple[str, ...]:
             " or plan without 'cp'."
         )
     return tuple(fqns)
+
+
+def check_heads(tape: Tape, degree: int) -> None:
+    """Refuse attention whose heads ranks cannot share evenly.
+
+    Args:
+        tape: The step of the whole sequence.
+        degree: How many ranks there are, under Ulysses.
+
+    Raises:
+        ArgumentError: Says how many heads there are.
+    """
+    for op in tape.ops:
+        if _ATTENTION in op.name and op.phase == "forward":
+            check_divides(op.shapes[0][HEADS], degree)
 
 
 def rank_profile(
@@ -228,7 +245,7 @@ def _check_exchanged(whole: Tape, part: Tape, context: ContextParallel) -> None:
     Raises:
         UnsupportedError: There are some.
     """
-    traced = {module.fqn for module in part.modules}
+    traced = part.modules.index
     calls = sum(
         _ATTENTION in op.name and whole.modules[op.module].fqn in traced
         for op in whole.ops

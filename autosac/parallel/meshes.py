@@ -63,7 +63,7 @@ def read_mesh(
             " use `autosac.plan_pipeline(model, inputs, target=...,"
             f" loss_fn=..., num_ranks={pipeline}, num_micro_batches=...,"
             " memory_budget=..., cluster=..., mesh={'fsdp': ...,"
-            f" 'tp': {degree}}})`."
+            f" 'cp': {degrees['cp']}, 'tp': {degree}}})`."
         )
     tensors = read_degrees(degree, tp_plan, loss_parallel, spec)
     parts = read_parts(degrees["cp"], spec)

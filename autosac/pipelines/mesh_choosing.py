@@ -1,4 +1,4 @@
-"""Which mesh: stages, replicas, shards and slices of all GPUs of a cluster.
+"""Which mesh: stages, replicas, shards, parts and slices of all GPUs of a cluster.
 
 All that `mesh` leaves open is enumerated, with every size of micro-batches that the
 global batch has. What its blocks take at least, or what a rank keeps all the time,
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -23,12 +24,17 @@ import torch
 
 from autosac.errors import ArgumentError, AutosacError
 from autosac.parallel.clusters import ClusterSpec
+from autosac.parallel.context_parallel import ContextParallel, Method
 from autosac.parallel.mesh_racing import (
+    Division,
     TpPlan,
     check_no_group,
+    division_of,
     divisions,
+    parts_of,
     read_degrees,
 )
+from autosac.parallel.racing import shard_degrees
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import fake_ranks
 from autosac.pipelines.fastest import Runners
@@ -59,9 +65,15 @@ class _Cell(NamedTuple):
 
     cluster: ClusterSpec
     tensor: TensorParallel
+    context: ContextParallel
     parallel: DataParallel
     schedule: Schedule
     rows: int
+
+    @property
+    def division(self) -> Division:
+        """How ranks see one batch together."""
+        return division_of(self.tensor, self.context)
 
     @property
     def mesh(self) -> str:
@@ -71,6 +83,14 @@ class _Cell(NamedTuple):
             sizes["tp"] = self.tensor.degree
         own = " x ".join(f"{name}={size}" for name, size in sizes.items())
         return own + _kind(self.tensor)
+
+
+def _name_of(division: Division) -> str:
+    """How ranks see one batch together, in words."""
+    tensor, context = parts_of(division)
+    words = [f"cp={context.degree}"] * (context.degree > 1)
+    words += [f"tp={tensor.degree}"] * (tensor.degree > 1 or not words)
+    return " x ".join(words) + _kind(tensor)
 
 
 def _kind(tensor: TensorParallel) -> str:
@@ -90,7 +110,8 @@ class MeshSearch:
         cluster: Whose GPUs are used, or some of them.
         mesh: Degrees by dimension, None for those to choose.
         tp_plan: As in `plan_pipeline`,
-        loss_parallel: likewise.
+        loss_parallel: likewise,
+        cp_method: likewise.
         num_micro_batches: Those to choose from, None for all.
         global_batch: Rows of a step.
         schedules: Names to choose from; GPipe where 1F1B has too few micro-batches.
@@ -112,11 +133,14 @@ class MeshSearch:
     stages_per_rank: Sequence[int]
     relative_gap: float
     loss_parallel: bool
+    cp_method: Method
     budget_bytes: int
     far: FarBytes | None = None
     _known: dict[Hashable, MicroBatch] = field(default_factory=dict)
     _lost: dict[str, str] = field(default_factory=dict, init=False)
     _tensors: list[TensorParallel] = field(default_factory=list, init=False)
+    _contexts: list[ContextParallel] = field(default_factory=list, init=False)
+    _refused: dict[str, AutosacError] = field(default_factory=dict, init=False)
     _runners: Runners = field(default_factory=Runners, init=False)
     # What meshes keep that cannot fit, with one of the schedules.
     _least: dict[str, tuple[int, _Cell]] = field(default_factory=dict, init=False)
@@ -129,6 +153,16 @@ class MeshSearch:
             return (1,)
         return read_degrees(degree, self.tp_plan, self.loss_parallel, self.cluster)
 
+    def parts(self) -> tuple[int, ...]:
+        """Degrees of context parallelism to look at."""
+        degree = self.mesh["cp"]
+        if degree is not None:
+            return (degree,)
+        sizes = parts(self.cluster)
+        degrees = {degree for own in sizes for degree in shard_degrees(own)}
+        length = self.base.inputs.shape[1:2]
+        return tuple(n for n in sorted(degrees) if length and length[0] % n == 0)
+
     def run(self) -> PipelinePlan:
         """The fastest plan.
 
@@ -138,28 +172,36 @@ class MeshSearch:
             AutosacError: As `plan_pipeline`.
         """
         degrees = self.degrees()
-        with self._ranks(degrees):
-            return self._chosen(degrees)
+        contexts = self._possible_contexts()
+        with self._ranks(degrees, contexts):
+            return self._chosen(degrees, contexts)
 
     def can_fit(self) -> bool:
         """Whether what a rank keeps all the time lets a mesh of all GPUs fit."""
         if self.cluster.gpus_per_node % (self.mesh["tp"] or 1):
             return False  # there are too few
-        degrees = self.degrees()
-        with self._ranks(degrees):
+        degrees, contexts = self.degrees(), self._possible_contexts()
+        with self._ranks(degrees, contexts):
             self._divide(degrees)
+            self._share(contexts)
             cells = (c for t in self._tensors for c in self._cells(self.cluster, t))
             return any(self._kept_bytes(cell) <= self.budget_bytes for cell in cells)
 
-    def _ranks(self, degrees: Sequence[int]) -> AbstractContextManager[None]:
-        """A group that stands for the ranks that share slices."""
-        check_no_group(degrees)
-        if max(degrees) == 1:
+    def _ranks(
+        self, degrees: Sequence[int], contexts: Sequence[ContextParallel]
+    ) -> AbstractContextManager[None]:
+        """A group that stands for the ranks that see one batch together."""
+        most = max(degrees) * max(context.degree for context in contexts)
+        check_no_group([most])
+        if most == 1:
             return nullcontext()
-        return fake_ranks(max(degrees), divides_loss=self.loss_parallel)
+        return fake_ranks(most, divides_loss=self.loss_parallel)
 
-    def _chosen(self, degrees: Sequence[int]) -> PipelinePlan:
-        refused = self._divide(degrees)
+    def _chosen(
+        self, degrees: Sequence[int], contexts: Sequence[ContextParallel]
+    ) -> PipelinePlan:
+        self._divide(degrees)
+        self._share(contexts)
         is_any = False
         for cluster in parts(self.cluster):
             if is_any and self._least_on(cluster) >= self._runners.best_ms:
@@ -169,8 +211,8 @@ class MeshSearch:
             ]
             is_any = is_any or bool(cells)
             self._enter(cells)
-        if not is_any and refused:
-            raise refused[0]
+        if self._refused and not self._runners.has_any and not self._least:
+            raise next(iter(self._refused.values()))
         if not is_any:
             raise ArgumentError(
                 f"No mesh of {self.cluster.num_gpus} GPUs with the degrees of `mesh`"
@@ -180,7 +222,8 @@ class MeshSearch:
             )
         if not self._runners.has_any:  # say what the least ones would need
             kept = sorted(self._least.values(), key=lambda pair: pair[0])
-            for _, cell in kept[:_FEW]:
+            able = (cell for _, cell in kept if self._is_possible(cell.division))
+            for cell in islice(able, _FEW):
                 self._runners.enter(self._race(cell))
         lost = [f"{mesh}: {why}" for mesh, why in self._lost.items()]
         plan = self._runners.plan(lost, self.far)
@@ -190,10 +233,9 @@ class MeshSearch:
         """Let those of one number of GPUs race that may be fastest."""
         runners = self._runners
         likely = sorted(
-            ((cell.schedule.is_looped, self._likely_ms(cell), cell) for cell in cells),
-            key=itemgetter(0, 1),
+            ((self._order(cell), cell) for cell in cells), key=itemgetter(0)
         )
-        for is_looped, _, cell in likely:
+        for (is_looped, *_), cell in likely:
             bound_ms = self._least_ms(cell)
             if bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(bound_ms)} a step at least")
@@ -207,6 +249,8 @@ class MeshSearch:
                 runners.bound_ms = min(runners.bound_ms, bound_ms)
                 self._note(cell, "was not looked at under interleaved 1F1B")
                 continue
+            if not self._is_possible(cell.division):
+                continue
             race = self._race(cell)
             if race.bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(race.bound_ms)} a step at least")
@@ -217,13 +261,12 @@ class MeshSearch:
                 self._looped_left -= is_looped
                 runners.enter(race)
 
-    def _divide(self, degrees: Sequence[int]) -> list[AutosacError]:
-        """Find the ways to divide tensors; what is refused.
+    def _divide(self, degrees: Sequence[int]) -> None:
+        """Find the ways to divide tensors.
 
         Raises:
-            AutosacError: All are.
+            AutosacError: All are refused.
         """
-        refused = []
         self._tensors.clear()
         for degree in degrees:
             try:
@@ -231,20 +274,60 @@ class MeshSearch:
                     self.base.model, degree, self.tp_plan, self.loss_parallel
                 )
             except AutosacError as error:
-                refused.append(error)
-                self._lost[f"tp={degree}"] = str(error)
+                self._refuse(TensorParallel(degree=degree), error)
                 continue
-            for tensor in found:
-                try:
-                    _ = self._micro_batch(tensor, 1).whole
-                except AutosacError as error:
-                    refused.append(error)
-                    self._lost[f"tp={degree}{_kind(tensor)}"] = str(error)
-                else:
-                    self._tensors.append(tensor)
-        if refused and not self._tensors:
-            raise refused[0]
-        return refused
+            self._tensors += filter(self._is_possible, found)
+        if not self._tensors:
+            raise next(iter(self._refused.values()))
+
+    def _possible_contexts(self) -> list[ContextParallel]:
+        """Ways to share a sequence, as far as the whole step says.
+
+        Raises:
+            AutosacError: All are refused.
+        """
+        contexts = []
+        for degree in self.parts():
+            try:
+                contexts.append(self.base.context_of(degree, self.cp_method))
+            except AutosacError as error:
+                self._refuse(ContextParallel(degree=degree), error)
+        if not contexts:
+            raise next(iter(self._refused.values()))
+        return contexts
+
+    def _share(self, contexts: Sequence[ContextParallel]) -> None:
+        """Find out which of the ways to share a sequence there are.
+
+        Raises:
+            AutosacError: All are refused.
+        """
+        self._contexts.clear()
+        for context in contexts:
+            try:
+                if context.degree > 1:
+                    self._micro_batch(context, 1).check_parts()
+            except AutosacError as error:
+                self._refuse(context, error)
+            else:
+                self._contexts.append(context)
+        if not self._contexts:
+            raise next(iter(self._refused.values()))
+
+    def _is_possible(self, division: Division) -> bool:
+        """Whether a rank can run what it has."""
+        if _name_of(division) in self._refused:
+            return False
+        try:
+            _ = self._micro_batch(division, 1).whole
+        except AutosacError as error:
+            self._refuse(division, error)
+            return False
+        return True
+
+    def _refuse(self, division: Division, error: AutosacError) -> None:
+        name = _name_of(division)
+        self._refused[name], self._lost[name] = error, str(error)
 
     def _cells(self, cluster: ClusterSpec, tensor: TensorParallel) -> Iterator[_Cell]:
         """All meshes and schedules of all GPUs, with one division of tensors."""
@@ -253,8 +336,8 @@ class MeshSearch:
         for stages in _divisors(0 if left else num_groups):
             if not 1 < stages <= most or self.mesh["pp"] not in (None, stages):
                 continue
-            for parallel in self._parallels(num_groups // stages):
-                rows, left = divmod(self.global_batch, parallel.degree)
+            for context, parallel in self._parallels(num_groups // stages):
+                rows, left = divmod(self.global_batch, parallel.num_batches)
                 if not left and parallel.fits(cluster, tensor.degree):
                     for schedule in self._schedules(stages, rows):
                         per_rank = schedule.stages_per_rank
@@ -264,21 +347,25 @@ class MeshSearch:
                         ):
                             continue
                         own = rows // schedule.num_micro_batches
-                        yield _Cell(cluster, tensor, parallel, schedule, own)
+                        yield _Cell(cluster, tensor, context, parallel, schedule, own)
 
-    def _parallels(self, size: int) -> Iterator[DataParallel]:
-        """Replicas and shards of so many groups."""
+    def _parallels(self, size: int) -> Iterator[tuple[ContextParallel, DataParallel]]:
+        """Replicas, shards and parts of so many groups."""
         typed = self.base.parallel
-        for shards in _divisors(size):
-            replicas = size // shards
-            wanted = (self.mesh["fsdp"], self.mesh["replicate"])
-            pairs = zip(wanted, (shards, replicas), strict=True)
-            if any(asked not in (None, own) for asked, own in pairs):
-                continue
-            parallel = replace(typed, shard_degree=shards, replicate_degree=replicas)
-            if parallel.degree == 1 and typed.param_dtype is not None:
-                continue  # nobody gathers parameters in another type
-            yield parallel
+        wanted = (self.mesh["fsdp"], self.mesh["replicate"])
+        for context in self._contexts:
+            groups, left = divmod(size, context.degree)
+            for shards in _divisors(0 if left else groups):
+                replicas = groups // shards
+                pairs = zip(wanted, (shards, replicas), strict=True)
+                if any(asked not in (None, own) for asked, own in pairs):
+                    continue
+                parallel = replace(
+                    typed, shard_degree=shards, replicate_degree=replicas
+                ).in_parts(context.degree)
+                if parallel.degree == 1 and typed.param_dtype is not None:
+                    continue  # nobody gathers parameters in another type
+                yield context, parallel
 
     def _schedules(self, stages: int, rows: int) -> Iterator[Schedule]:
         """Schedules of stages, for each number of micro-batches."""
@@ -301,9 +388,13 @@ class MeshSearch:
                         stages_per_rank=per_rank,
                     )
 
+    def _order(self, cell: _Cell) -> tuple[bool, float, int]:
+        """Those likely to be fastest come first; the same FLOPs, in few parts."""
+        return cell.schedule.is_looped, self._likely_ms(cell), cell.context.degree
+
     def _least_ms(self, cell: _Cell) -> float:
         """No step of a cell is faster: by the FLOPs of its rows, spread evenly."""
-        own_ms = self._micro_batch(cell.tensor, 1).flops_ms * cell.rows
+        own_ms = self._flops_ms(cell)
         stages, number = cell.schedule.num_ranks, cell.schedule.num_micro_batches
         waits = 0 if cell.schedule.is_looped else stages - 1
         return own_ms * (number + waits) / stages
@@ -311,9 +402,14 @@ class MeshSearch:
     def _likely_ms(self, cell: _Cell) -> float:
         """Likewise if stages are even, of which a rank with several waits less."""
         schedule = cell.schedule
-        own_ms = self._micro_batch(cell.tensor, 1).flops_ms * cell.rows
+        own_ms = self._flops_ms(cell)
         waits = (schedule.num_ranks - 1) / schedule.stages_per_rank
         return own_ms * (schedule.num_micro_batches + waits) / schedule.num_ranks
+
+    def _flops_ms(self, cell: _Cell) -> float:
+        """FLOPs of a micro-batch in all stages, which ranks with parts share evenly."""
+        own_ms = self._micro_batch(cell.tensor, 1).flops_ms * cell.rows
+        return own_ms / cell.context.degree
 
     def _least_on(self, cluster: ClusterSpec) -> float:
         """No step on so many GPUs is faster, likewise."""
@@ -325,22 +421,22 @@ class MeshSearch:
         one_row = self._micro_batch(cell.tensor, 1).among(cell.parallel, cell.cluster)
         return one_row.least_bytes // cell.schedule.num_ranks
 
-    def _micro_batch(self, tensor: TensorParallel, rows: int) -> MicroBatch:
+    def _micro_batch(self, division: Division, rows: int) -> MicroBatch:
         """So many rows of a model divided so, sharded in whatever way."""
-        key = tensor.degree, _kind(tensor), rows
+        key = _name_of(division), rows
         if key not in self._known:
-            if tensor.degree == rows == 1:
+            if division.degree == rows == 1:
                 return self.base
             some = replace(
                 self.base,
                 inputs=rows_of(self.inputs, rows),
                 target=rows_of(self.target, rows),
             )
-            self._known[key] = some.on_rank(tensor, self.base)
+            self._known[key] = some.on_rank(division, self.base)
         return self._known[key]
 
     def _race(self, cell: _Cell) -> Race:
-        micro_batch = self._micro_batch(cell.tensor, cell.rows)
+        micro_batch = self._micro_batch(cell.division, cell.rows)
         return race_of(
             micro_batch.among(cell.parallel, cell.cluster),
             cell.schedule,

@@ -27,7 +27,12 @@ from autosac.parallel.context_parallel import (
     ContextParallel,
     Method,
 )
-from autosac.parallel.cp_tracing import attentions_of, check_parts, rank_copy
+from autosac.parallel.cp_tracing import (
+    attentions_of,
+    check_heads,
+    check_parts,
+    rank_copy,
+)
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.mesh_racing import Division, division_of, parts_of
 from autosac.parallel.meshes import without_slices
@@ -168,6 +173,7 @@ class MicroBatch:
         """How so many ranks share the sequence of an undivided model.
 
         Raises:
+            ArgumentError: They cannot share its heads.
             UnsupportedError: They cannot.
         """
         if degree == 1:
@@ -181,6 +187,8 @@ class MicroBatch:
                 " it must not count where it is given; or plan without 'cp'."
             )
         attentions = attentions_of(self.whole.tape)
+        if method == "ulysses":
+            check_heads(self.whole.tape, degree)
         return ContextParallel(degree=degree, method=method, attentions=attentions)
 
     def check_parts(self) -> None:

@@ -491,7 +491,7 @@ def test_stages_of_a_pipeline_are_planned_for_and_counted(tmp_path):
     [
         ("parallel", ("--global-batch", "4"), "--global-batch is for stages"),
         ("parallel", ("--mesh", "tp=2", "--schedule", "GPipe"), "add pp to --mesh"),
-        ("parallel", ("--mesh", "pp=2", "--cp-method", "ring"), "which stages do not"),
+        ("parallel", ("--mesh", "pp=2", "--cp-method", "ring"), "no parts of a"),
         ("parallel", ("--mesh", "tp=1", "--cp-method", "ring"), "no parts of a"),
         ("parallel", ("--mesh", "tp=2", "--stages-per-rank", "2"), "add pp to --mesh"),
         ("parallel", ("--mesh", "pp=2", "--ac-units", "0"), "leave them out"),

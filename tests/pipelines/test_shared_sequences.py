@@ -1,0 +1,253 @@
+"""Pipelines x context parallelism: plans, what they refuse, and real ranks."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import autosac
+from autosac._compat_distributed import fake_group
+from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.parallel.cp_tracing import rank_copy
+from autosac.parallel.tp_styles import WHOLE
+from autosac.pipelines.blocks import Stage, Tokens
+from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.stage_steps import stage_step
+from benchmarks import stage_mesh_ranks
+from benchmarks.kept_promises import LOSS
+from benchmarks.stage_mesh_ranks import GPT, TiedGPT
+from benchmarks.stage_ranks import can_count
+from tests.pipelines.test_divided_stages import CLUSTER
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
+]
+
+NUM_ROWS, LENGTH, WIDTH = 8, 64, 96
+EXAMPLE = stage_mesh_ranks.RECIPES["GPT"]
+
+
+def plan(memory_budget="1GiB", model=None, length=LENGTH, **options):
+    inputs, target = (t[:, :length] for t in EXAMPLE.make_batch(NUM_ROWS // 2))
+    return autosac.plan_pipeline(
+        model or GPT(num_blocks=1),
+        inputs,
+        target=target,
+        loss_fn=EXAMPLE.loss_fn,
+        memory_budget=memory_budget,
+        **{
+            "optimizer": torch.optim.AdamW,
+            "num_ranks": 2,
+            "num_micro_batches": 4,
+            "schedules": ["1F1B"],
+            "cluster": CLUSTER,
+            "mesh": {"cp": 2},
+            **options,
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def of_parts():
+    return plan()
+
+
+def test_stages_hand_on_parts_of_sequences(of_parts):
+    first, last = of_parts.stage_plans
+    assert first.received.shape == (2, LENGTH // 2)
+    assert first.sent == last.received
+    assert first.sent.shape == (2, LENGTH // 2, WIDTH)
+    assert of_parts.global_batch == NUM_ROWS  # rows are whole sequences
+    assert of_parts.mesh_dim_names == ("pp", "cp")
+    assert of_parts.mesh_shape == (2, 2)
+    assert max(stage.exchange_ms for stage in of_parts.stage_plans) > 0
+    assert "parts for 2 ranks" in str(of_parts)
+
+
+def test_a_rank_gets_its_part_and_shards_of_its_own_blocks(of_parts, tmp_path):
+    path = tmp_path / "plan.json"
+    of_parts.save(path)
+    loaded = autosac.PipelinePlan.load(path)
+    assert loaded == of_parts
+    inputs, _ = EXAMPLE.make_batch(NUM_ROWS // 2)
+    with fake_group(4, rank=1):
+        mesh = loaded.make_mesh("cpu")
+        (stage,) = loaded.stages(GPT(num_blocks=1), mesh)
+        assert stage.is_first
+        assert stage.submod.tokens == Tokens(LENGTH // 2, LENGTH // 2)
+        weight = stage.submod.get_parameter("embedding.wte.weight")
+        assert isinstance(weight, DTensor)
+        assert weight.to_local().shape[0] == weight.shape[0] // 2
+        assert loaded.batch_index(mesh) == 0
+        part = loaded.part_of(inputs, mesh)
+    assert torch.equal(part, inputs[:, LENGTH // 2 :])
+    assert part.untyped_storage().nbytes() == part.nbytes
+
+
+def test_blocks_that_ask_for_positions_get_those_of_the_part():
+    model, (inputs, _) = GPT(num_blocks=1), EXAMPLE.make_batch(1)
+    whole = Stage(model, ["embedding", "ln_f"])
+    part = Stage(model, ["embedding", "ln_f"], Tokens(48, 16))
+    assert torch.equal(part(inputs[:, 48:]), whole(inputs)[:, 48:])
+    assert torch.equal(whole(inputs), model.ln_f(model.embedding(inputs)))
+
+
+def _micro_batch(method="ulysses"):
+    inputs, target = EXAMPLE.make_batch(1)
+    base = MicroBatch(
+        model=GPT(num_blocks=1),
+        inputs=inputs,
+        target=target,
+        loss_fn=EXAMPLE.loss_fn,
+        options={"optimizer": torch.optim.AdamW},
+        cluster=CLUSTER,
+    )
+    return base, base.on_rank(base.context_of(2, method), base)
+
+
+def _flops(step):
+    return sum(op.flops for op in step.later.tape.ops)
+
+
+def test_ranks_that_share_a_sequence_share_its_flops_evenly():
+    base, own = _micro_batch()
+    with fake_group(2):
+        parts = [own.step(*blocks) for blocks in ((0, 2), (2, 4))]
+    wholes = [base.step(*blocks) for blocks in ((0, 2), (2, 4))]
+    assert [2 * _flops(part) for part in parts] == [_flops(whole) for whole in wholes]
+
+
+def test_of_a_ring_the_rank_that_is_traced_holds_no_less_than_others():
+    base, own = _micro_batch("ring")
+    peaks = []
+    for place in (0, 1):
+        with fake_group(2, place):
+            stage = Stage(base.model, ["h.0"], Tokens(32 * place, 32))
+            context, device = own.context.within(["h.0"]), CLUSTER.device
+            stage = rank_copy(stage, WHOLE, context, device, place)
+            received = torch.zeros(2, 32, WIDTH, requires_grad=True)
+            step = stage_step(stage, received, loss_fn=None, **base.options)
+            peaks.append(step.later.baseline_peak_bytes)
+    with fake_group(2):
+        assert own.step(1, 2).later.baseline_peak_bytes == peaks[0]
+    assert peaks[0] >= peaks[1]
+
+
+def test_rings_of_stages_are_predicted_and_not_run():
+    ring = plan(cp_method="ring")
+    assert "cannot be applied" in str(ring)
+    with fake_group(4), pytest.raises(UnsupportedError, match="'ulysses'"):
+        ring.stages(GPT(num_blocks=1), ring.make_mesh("cpu"))
+
+
+class Unplaced(nn.Module):
+    """Takes no positions."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, x):
+        return self.embedding(x)
+
+
+class Counting(Unplaced):
+    """Takes positions, and counts them itself."""
+
+    def forward(self, x, position_ids=None):
+        return self.embedding(x)
+
+
+class Pooling(Unplaced):
+    """Mixes tokens outside of attention."""
+
+    def forward(self, x):
+        return self.embedding(x) + x.cumsum(1)
+
+
+def _with(block, name="embedding"):
+    model = GPT(num_blocks=1)
+    setattr(model, name, block(getattr(model, name)))
+    return model
+
+
+CONTEXT = {"tp_plan": "tensor", "mesh": {"cp": 2, "tp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": _with(Unplaced)}, UnsupportedError, "No block's forward"),
+        ({"model": _with(Counting)}, UnsupportedError, "counts tokens"),
+        ({"model": _with(Pooling, "ln_f")}, UnsupportedError, "`ln_f` mixes tokens"),
+        ({"model": TiedGPT()}, UnsupportedError, "cannot be on two ranks"),
+        ({"mesh": {"cp": 4}}, ArgumentError, "6 heads, which cp=4 does not divide"),
+        (CONTEXT, ArgumentError, "3 heads, which cp=2 does not divide"),
+        ({"mesh": {"cp": 3}}, ArgumentError, "must be one of 1, 2, 4"),
+        ({"length": 63}, ArgumentError, "63 cannot be divided"),
+        ({"mesh": {"tp": 2}, "cp_method": "ring"}, ArgumentError, "'cp': 2"),
+        ({"cp_method": "rings"}, ArgumentError, "'rings'"),
+        ({"offload": True}, UnsupportedError, "with context parallelism"),
+        ({"cluster": None}, ArgumentError, "`cluster` is missing"),
+    ],
+)
+def test_what_cannot_be_done_in_parts_is_said_in_a_sentence(options, error, message):
+    with pytest.raises(error, match=message):
+        plan(**options)
+
+
+def test_a_process_that_is_a_rank_plans_no_parts():
+    with fake_group(2), pytest.raises(ArgumentError, match="before"):
+        plan()
+
+
+@pytest.mark.slow
+def test_parts_save_memory_and_cost_collectives(of_parts):
+    with pytest.raises(InfeasibleBudgetError, match="x cp=2 ranks") as caught:
+        plan(1000)
+    lowest_bytes = caught.value.lowest_peak_bytes
+    with pytest.raises(InfeasibleBudgetError) as of_whole:
+        plan(1000, mesh={"fsdp": 2})
+    assert lowest_bytes < of_whole.value.lowest_peak_bytes
+    own = plan(lowest_bytes)
+    assert own.highest_peak_bytes <= lowest_bytes
+    assert own.step_ms >= of_parts.step_ms
+
+
+@pytest.mark.slow
+def test_the_cheapest_batch_wins_and_the_plan_says_what_lost():
+    own = plan(mesh={"cp": None})
+    lost = [text for text in own.alternatives if text.startswith(("cp=", "tp="))]
+    names = {text.partition(":")[0] for text in lost}
+    assert own.context.degree == 1  # everything fits: nothing is to be exchanged
+    assert names == {"cp=2", "cp=4"}
+
+
+@pytest.mark.slow
+def test_no_mesh_with_parts_that_is_given_is_faster_than_the_one_that_is_chosen():
+    options = {"num_ranks": None, "num_micro_batches": None, "global_batch": 8}
+    open_ = {"pp": None, "fsdp": None, "cp": None}
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        plan(1000, mesh={**open_, "cp": 2}, **options)
+    budget = caught.value.lowest_peak_bytes
+    chosen = plan(budget, mesh=open_, **options)
+    assert chosen.peak_bytes <= budget and chosen.bound_ms <= chosen.step_ms
+    assert chosen.global_batch == 8
+    given = plan(
+        budget, mesh={"cp": 2}, num_micro_batches=None, global_batch=8, num_ranks=2
+    )
+    assert chosen.step_ms <= 1.005 * given.step_ms
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
+@pytest.mark.parametrize(
+    ("name", "mesh", "kind"),
+    [("VARIED", {"cp": 2}, ""), ("LLAMA8", {"cp": 2, "tp": 2}, LOSS)],
+)
+def test_real_ranks_with_parts_keep_cap_prediction_and_gradients(name, mesh, kind):
+    cell = next(stage_mesh_ranks.planned(name, "1F1B", mesh, kind))  # tight cap
+    assert any(stage.policy for stage in cell.plan.stage_plans)
+    row = stage_mesh_ranks.run(cell)
+    assert row.is_kept, row
