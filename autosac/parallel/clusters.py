@@ -112,6 +112,11 @@ class ClusterSpec:
                 f"`degree` must divide {self.num_gpus} GPUs into equal parts of nodes"
                 f" or whole nodes of {node}, got {degree}."
             )
+        return self.neighbours(degree)
+
+    def neighbours(self, degree: int) -> Group:
+        """So many consecutive ranks, of a part of a node or of whole ones."""
+        node = self.gpus_per_node
         return Group(ranks_per_node=min(degree, node), num_nodes=max(1, degree // node))
 
     def replica_group(self, degree: int) -> Group:

@@ -274,13 +274,31 @@ def priced(profile: Profile, context: ContextParallel, cluster: ClusterSpec) -> 
         cluster: Its links time the collectives.
     """
     kind = shift if context.method == "ring" else exchange
-    cost = kind(cluster.fabric, cluster.shard_group(context.degree))
+    cost = kind(cluster.fabric, cluster.neighbours(context.degree))
     ops, op_ms = profile.tape.ops, list(profile.op_ms)
     for i in _collectives(profile.tape):
         op_ms[i] = cost.ms(_sent_bytes(ops[i]))
     for i, exposed_ms in waits_ms(ops, op_ms).items():
         op_ms[i] = exposed_ms
     return replace(profile, costs=replace(profile.costs, op_ms=tuple(op_ms)))
+
+
+def least_link_ms(
+    profile: Profile, context: ContextParallel, cluster: ClusterSpec
+) -> list[float]:
+    """What each op waits for links at least, for each row: not for latency.
+
+    Args:
+        profile: The step of a rank, of one row.
+        context: How ranks share the sequence; who sends around waits for no more.
+        cluster: Its links.
+    """
+    least = [0.0] * len(profile.tape.ops)
+    if context.degree > 1 and context.method != "ring":
+        cost = exchange(cluster.fabric, cluster.neighbours(context.degree))
+        for i in _collectives(profile.tape):
+            least[i] = cost.ms_per_byte * _sent_bytes(profile.tape.ops[i])
+    return least
 
 
 def waits_ms(ops: Sequence[Op], op_ms: Sequence[float]) -> dict[int, float]:

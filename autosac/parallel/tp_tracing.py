@@ -42,6 +42,7 @@ from autosac.tracing.copying import AnyCopies
 from autosac.tracing.step import Step
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
+_MANY = 2.0**50  # bytes, of which the algorithm that is fastest takes least for each
 _KINDS: dict[str, Collective] = {
     "_c10d_functional.all_reduce.default": "all_reduce",
     "_c10d_functional.all_reduce_.default": "all_reduce",
@@ -286,6 +287,29 @@ def priced(
         tape=replace(profile.tape, ops=tuple(ops)),
         costs=replace(profile.costs, op_ms=tuple(op_ms)),
     )
+
+
+def least_link_ms(
+    profile: Profile, tensor: TensorParallel, cluster: ClusterSpec
+) -> list[float]:
+    """What each op waits for links at least, for each row: not for latency.
+
+    In forward all that ranks exchange is of rows; in backward it may be of parameters.
+
+    Args:
+        profile: The step of one of the ranks that share slices, of one row.
+        tensor: How they do.
+        cluster: Its links.
+    """
+    ops = profile.tape.ops
+    least = [0.0] * len(ops)
+    group = Group(ranks_per_node=tensor.degree, num_nodes=1)
+    for i, op in enumerate(ops):
+        found = collective_of(op, tensor.degree)
+        if found and op.phase == "forward" and not tensor.asynchronous:
+            kind, nbytes = found
+            least[i] = cluster.cost(kind, group, _MANY).ms_per_byte * nbytes
+    return least
 
 
 def exchange_ms(profile: Profile, degree: int, *, optimizer: bool = True) -> float:

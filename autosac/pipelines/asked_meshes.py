@@ -45,6 +45,7 @@ from autosac.pipelines.schedules import (
     can_have,
 )
 from autosac.pipelines.sharded_stages import ALONE, DataParallel
+from autosac.pipelines.shared_sequences import check_parts, context_of
 from autosac.pipelines.stage_choosing import FarBytes
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
@@ -317,10 +318,10 @@ class _Asked:
             ArgumentError: It cannot be cut so.
             UnsupportedError: A rank cannot run the model on its part.
         """
-        context = self.undivided.context_of(degree, method)
-        if degree > 1:  # slices add ops of their own: the check is without
+        context = context_of(self.undivided, degree, method)
+        if degree > 1:
             with _ranks(context):
-                self.undivided.on_rank(context, self.undivided).check_parts()
+                check_parts(self.undivided.on_rank(context, self.undivided))
         return context
 
     def _divided(self, division: Division) -> dict[int, MicroBatch]:

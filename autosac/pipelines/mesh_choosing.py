@@ -51,6 +51,7 @@ from autosac.pipelines.schedules import (
     can_have,
 )
 from autosac.pipelines.sharded_stages import DataParallel
+from autosac.pipelines.shared_sequences import check_parts, context_of
 from autosac.pipelines.stage_choosing import FarBytes
 from autosac.quantities import format_bytes, format_ms
 
@@ -236,7 +237,7 @@ class MeshSearch:
             ((self._order(cell), cell) for cell in cells), key=itemgetter(0)
         )
         for (is_looped, *_), cell in likely:
-            bound_ms = self._least_ms(cell)
+            bound_ms = self._least_ms(cell, self._row_ms(cell))
             if bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(bound_ms)} a step at least")
                 continue
@@ -250,6 +251,11 @@ class MeshSearch:
                 self._note(cell, "was not looked at under interleaved 1F1B")
                 continue
             if not self._is_possible(cell.division):
+                continue
+            row_ms = self._micro_batch(cell.division, 1).least_ms
+            bound_ms = self._least_ms(cell, row_ms)
+            if bound_ms >= runners.best_ms:
+                self._note(cell, f"takes {format_ms(bound_ms)} a step at least")
                 continue
             race = self._race(cell)
             if race.bound_ms >= runners.best_ms:
@@ -289,7 +295,7 @@ class MeshSearch:
         contexts = []
         for degree in self.parts():
             try:
-                contexts.append(self.base.context_of(degree, self.cp_method))
+                contexts.append(context_of(self.base, degree, self.cp_method))
             except AutosacError as error:
                 self._refuse(ContextParallel(degree=degree), error)
         if not contexts:
@@ -306,7 +312,7 @@ class MeshSearch:
         for context in contexts:
             try:
                 if context.degree > 1:
-                    self._micro_batch(context, 1).check_parts()
+                    check_parts(self._micro_batch(context, 1))
             except AutosacError as error:
                 self._refuse(context, error)
             else:
@@ -392,28 +398,31 @@ class MeshSearch:
         """Those likely to be fastest come first; the same FLOPs, in few parts."""
         return cell.schedule.is_looped, self._likely_ms(cell), cell.context.degree
 
-    def _least_ms(self, cell: _Cell) -> float:
-        """No step of a cell is faster: by the FLOPs of its rows, spread evenly."""
-        own_ms = self._flops_ms(cell)
+    def _least_ms(self, cell: _Cell, row_ms: float) -> float:
+        """No step of a cell is faster: by what its rows take, spread evenly.
+
+        Args:
+            cell: The cell.
+            row_ms: What each takes at least.
+        """
         stages, number = cell.schedule.num_ranks, cell.schedule.num_micro_batches
         waits = 0 if cell.schedule.is_looped else stages - 1
-        return own_ms * (number + waits) / stages
+        return row_ms * cell.rows * (number + waits) / stages
 
     def _likely_ms(self, cell: _Cell) -> float:
         """Likewise if stages are even, of which a rank with several waits less."""
         schedule = cell.schedule
-        own_ms = self._flops_ms(cell)
+        own_ms = self._row_ms(cell) * cell.rows
         waits = (schedule.num_ranks - 1) / schedule.stages_per_rank
         return own_ms * (schedule.num_micro_batches + waits) / schedule.num_ranks
 
-    def _flops_ms(self, cell: _Cell) -> float:
-        """FLOPs of a micro-batch in all stages, which ranks with parts share evenly."""
-        own_ms = self._micro_batch(cell.tensor, 1).flops_ms * cell.rows
-        return own_ms / cell.context.degree
+    def _row_ms(self, cell: _Cell) -> float:
+        """No row takes less in all stages, of which ranks with parts share all."""
+        return self._micro_batch(cell.tensor, 1).least_ms / cell.context.degree
 
     def _least_on(self, cluster: ClusterSpec) -> float:
         """No step on so many GPUs is faster, likewise."""
-        times = (t.degree * self._micro_batch(t, 1).flops_ms for t in self._tensors)
+        times = (t.degree * self._micro_batch(t, 1).least_ms for t in self._tensors)
         return min(times) * self.global_batch / cluster.num_gpus
 
     def _kept_bytes(self, cell: _Cell) -> int:

@@ -18,25 +18,16 @@ from typing import Any, TypeVar
 import torch
 
 from autosac.costs.roofline import compute_ms
-from autosac.errors import ArgumentError, UnsupportedError
+from autosac.errors import ArgumentError
 from autosac.fake_tensors.repeated_calls import KnownCalls
 from autosac.parallel import cp_tracing, tp_tracing
 from autosac.parallel.clusters import ClusterSpec
-from autosac.parallel.context_parallel import (
-    WHOLE_SEQUENCE,
-    ContextParallel,
-    Method,
-)
-from autosac.parallel.cp_tracing import (
-    attentions_of,
-    check_heads,
-    check_parts,
-    rank_copy,
-)
+from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
+from autosac.parallel.cp_tracing import rank_copy
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.mesh_racing import Division, division_of, parts_of
 from autosac.parallel.meshes import without_slices
-from autosac.parallel.sequence_parts import positions_argument, tensor_part
+from autosac.parallel.sequence_parts import tensor_part
 from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.parallel.tp_tracing import divided_copy
@@ -169,37 +160,6 @@ class MicroBatch:
         new._calls = undivided._calls
         return new
 
-    def context_of(self, degree: int, method: Method) -> ContextParallel:
-        """How so many ranks share the sequence of an undivided model.
-
-        Raises:
-            ArgumentError: They cannot share its heads.
-            UnsupportedError: They cannot.
-        """
-        if degree == 1:
-            return WHOLE_SEQUENCE
-        blocks = (self.model.get_submodule(fqn) for fqn in self.chain)
-        if not any(map(positions_argument, blocks)):
-            raise UnsupportedError(
-                "No block's forward has an argument `position_ids`, and a rank of"
-                " context parallelism has a part of the sequence: let those blocks that"
-                " need positions take it, None for all tokens from the first on, which"
-                " it must not count where it is given; or plan without 'cp'."
-            )
-        attentions = attentions_of(self.whole.tape)
-        if method == "ulysses":
-            check_heads(self.whole.tape, degree)
-        return ContextParallel(degree=degree, method=method, attentions=attentions)
-
-    def check_parts(self) -> None:
-        """Refuse a model that cannot be run on a part of as many rows undivided.
-
-        Raises:
-            UnsupportedError: As `cp_tracing.check_parts`.
-        """
-        assert self.undivided is not None
-        check_parts(self.undivided.whole.tape, self.whole.tape, self.context)
-
     @cached_property
     def chain(self) -> dict[str, Passed]:
         """The model's blocks, and what they hand on."""
@@ -288,14 +248,22 @@ class MicroBatch:
         return self._by_block([ms * (op.phase == "forward") for op, ms in pairs])
 
     @cached_property
-    def flops_ms(self) -> float:
-        """Forward and backward take no less: their FLOPs, of however many rows."""
+    def least_ms(self) -> float:
+        """Forward and backward take no less for each row, of however many.
+
+        They are taken to have one here: of its FLOPs, and its bytes on links.
+        """
         whole = self.whole
         if whole.calibrated:
             return 0.0  # unknown: times are measured
-        return sum(
-            self._by_block([compute_ms(op, whole.device) for op in whole.tape.ops])
-        )
+        ms = [compute_ms(op, whole.device) for op in whole.tape.ops]
+        if self.is_divided:
+            assert self.cluster is not None
+            groups = without_slices(self.cluster, self.tensor.degree)
+            of_slices = tp_tracing.least_link_ms(whole, self.tensor, self.cluster)
+            of_parts = cp_tracing.least_link_ms(whole, self.context, groups)
+            ms = [sum(each) for each in zip(ms, of_slices, of_parts, strict=True)]
+        return sum(self._by_block(ms))
 
     def _by_block(self, op_ms: Sequence[float]) -> list[float]:
         """Times of ops added up for each block."""

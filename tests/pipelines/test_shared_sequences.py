@@ -12,6 +12,7 @@ from autosac.parallel.cp_tracing import rank_copy
 from autosac.parallel.tp_styles import WHOLE
 from autosac.pipelines.blocks import Stage, Tokens
 from autosac.pipelines.micro_batches import MicroBatch
+from autosac.pipelines.shared_sequences import context_of
 from autosac.pipelines.stage_steps import stage_step
 from benchmarks import stage_mesh_ranks
 from benchmarks.kept_promises import LOSS
@@ -103,7 +104,7 @@ def _micro_batch(method="ulysses"):
         options={"optimizer": torch.optim.AdamW},
         cluster=CLUSTER,
     )
-    return base, base.on_rank(base.context_of(2, method), base)
+    return base, base.on_rank(context_of(base, 2, method), base)
 
 
 def _flops(step):
