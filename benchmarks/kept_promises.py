@@ -41,13 +41,13 @@ _Plan = TypeVar("_Plan", bound=AnyPlan)
 
 
 def under_caps(
-    make_plan: Callable[[int], _Plan], *, with_fastest: bool = False
+    make_plan: Callable[[int], _Plan], shares: Sequence[float] = SHARES
 ) -> Iterator[_Plan]:
-    """Plans under caps near the least peak and half way to the fastest plan's.
+    """Plans under caps between the least peak and the fastest plan's.
 
     Args:
         make_plan: Cap in bytes -> the plan.
-        with_fastest: Under that one's peak as the last cap, too.
+        shares: Of the way there; by default near the least peak and half way.
     """
     fastest = make_plan(_INFINITE)
     try:
@@ -55,10 +55,8 @@ def under_caps(
     except autosac.InfeasibleBudgetError as error:
         least_bytes = error.lowest_peak_bytes
     between = fastest.highest_peak_bytes - least_bytes
-    for share in SHARES:
+    for share in shares:
         yield make_plan(int(least_bytes + share * between))
-    if with_fastest:
-        yield make_plan(fastest.highest_peak_bytes)
 
 
 class RankPeaks(Protocol):

@@ -58,6 +58,7 @@ from benchmarks.kept_promises import (
     divided_by,
     under_caps,
     write_table,
+    SHARES,
 )
 from benchmarks.models.workload import labelled
 from benchmarks.ranks import Recipe, reference
@@ -278,7 +279,8 @@ def planned(
             profiles[str(autocast)] = autosac.calibrate(traced)
         profile = profiles[str(autocast)]
         make_plan = partial(_plan, profile, num_ranks, degree, own, types)
-        for plan in under_caps(make_plan, with_fastest=bool(types)):
+        shares = (*SHARES, 1.0) if types else SHARES
+        for plan in under_caps(make_plan, shares):
             yield Planned(model=name, kind=kind, plan=plan)
 
 

@@ -1,15 +1,16 @@
 """Ranks of pipelines whose stages lie on several: caps, peaks, gradients.
 
     python -m benchmarks.stage_mesh_ranks [--models LLAMA,GPT,ODD] [--output DIR]
-        [--schedules 1F1B,GPipe]
+        [--schedules 1F1B,GPipe] [--dimension cp] [--shares 0.03,0.5]
 
 `plan_pipeline` plans models of 2 stages (4 under ``Interleaved1F1B``) for 4 ranks and
 for 8 (`CASES`): FSDP2 shards each stage, copies of it train on batches of their own,
 ranks share slices of tensors with or without parts of the sequence between blocks and
-with losses of divided logits, FSDP2 with slices, and with mixed precision, whose truth
-is one process that computes in that type; some have activations in far memory, a file;
-under each schedule, each under two caps: near the least peak and in the middle between
-that and the fastest plan's.
+with losses of divided logits, or have parts of the sequence all the time, FSDP2 with
+slices, and with mixed precision, whose truth is one process that computes in that type;
+some have activations in far memory, a file; with ``--dimension`` only meshes that have
+it; under each schedule, each under two caps: near the least peak and in the middle
+between that and the fastest plan's, or at other ``--shares`` of that way.
 Ranks are processes that gloo connects (`stage_ranks`). What they hold is counted by
 `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
 switched off: it keeps memory between steps that no plan knows of.
@@ -49,6 +50,7 @@ from benchmarks.kept_promises import (
     LINKS,
     LOSS,
     NUM_STEPS,
+    SHARES,
     Outcome,
     differences,
     divided_by,
@@ -300,7 +302,11 @@ class Planned:
 
 
 def planned(
-    name: str, schedule: str, mesh: Mapping[str, int], kind: str = ""
+    name: str,
+    schedule: str,
+    mesh: Mapping[str, int],
+    kind: str = "",
+    shares: Sequence[float] = SHARES,
 ) -> Iterator[Planned]:
     """Plans of a model under several caps.
 
@@ -309,8 +315,9 @@ def planned(
         schedule: Its name.
         mesh: Ranks of a stage, by dimension.
         kind: "tensor", "sequence", `EXPERT`, `LOSS`, `MIXED`, `OFFLOAD` or nothing.
+        shares: As in `under_caps`.
     """
-    for plan in under_caps(partial(_plan, name, schedule, mesh, kind)):
+    for plan in under_caps(partial(_plan, name, schedule, mesh, kind), shares):
         yield Planned(model=name, kind=kind, plan=plan)
 
 
@@ -398,19 +405,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", default=",".join(RECIPES))
     parser.add_argument("--schedules", default=_SCHEDULES)
+    parser.add_argument("--dimension", default="")
+    parser.add_argument("--shares", default=",".join(map(str, SHARES)))
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     models = options.models.split(",")
+    shares = [*map(float, options.shares.split(","))]
     cells = (
         cell
         for name, mesh, kind in CASES
-        if name in models
+        if name in models and (not options.dimension or options.dimension in mesh)
         for schedule in options.schedules.split(",")
         if kind != OFFLOAD or schedule != INTERLEAVED  # which is not planned
-        for cell in planned(name, schedule, mesh, kind)
+        for cell in planned(name, schedule, mesh, kind, shares)
     )
     which = "" if options.schedules == _SCHEDULES else f"_{options.schedules}"
+    which += f"_{options.dimension}" * bool(options.dimension)
     return write_table(
         options.output / f"stage_mesh_ranks{which}.md",
         "Ranks of pipelines whose stages lie on several",

@@ -29,6 +29,12 @@ from autosac.parallel.mesh_racing import (
 from autosac.parallel.meshes import read_parts
 from autosac.parallel.tp_styles import WHOLE
 from autosac.parallel.tp_tracing import fake_ranks
+from autosac.pipelines.asked_schedules import (
+    check_cut,
+    numbers_of,
+    schedules_of,
+    several,
+)
 from autosac.pipelines.blocks import check_cuts
 from autosac.pipelines.fastest import fastest
 from autosac.pipelines.interleaved_racing import race_of
@@ -42,7 +48,6 @@ from autosac.pipelines.schedules import (
     ONE_F_ONE_B,
     SCHEDULES,
     Schedule,
-    can_have,
 )
 from autosac.pipelines.sharded_stages import ALONE, DataParallel
 from autosac.pipelines.shared_sequences import check_parts, context_of
@@ -101,7 +106,7 @@ class AskedMesh:
                 f"`stages_per_rank` is for {INTERLEAVED}, which `schedules` does not"
                 " name: name it there, or leave `stages_per_rank` out."
             )
-        numbers = _several(self.stages_per_rank)
+        numbers = several(self.stages_per_rank)
         if not numbers or min(numbers) < 2:
             raise ArgumentError(
                 "`stages_per_rank` must be a whole number of at least 2, or some, got"
@@ -147,14 +152,14 @@ class AskedMesh:
         )
         parallel, parts = self._in_types(parallel, parts)
         num_rows = _num_rows(given.inputs, self.global_batch, parallel)
-        candidates = _schedules(
+        candidates = schedules_of(
             self.num_micro_batches,
             self.global_batch and num_rows,
             num_ranks,
             self.schedules,
             self.stage_numbers,
         )
-        _check_cut(num_rows, candidates)
+        check_cut(num_rows, candidates)
         asked = _Asked(
             micro_batches=_cut(replace(given, parallel=parallel), num_rows, candidates),
             schedules=candidates,
@@ -164,6 +169,23 @@ class AskedMesh:
         )
         if degrees == parts == (1,):
             return asked.planned(WHOLE)
+        return self._cheapest(asked, given.model, degrees, parts)
+
+    def _cheapest(
+        self,
+        asked: _Asked,
+        model: torch.nn.Module,
+        degrees: tuple[int, ...],
+        parts: tuple[int, ...],
+    ) -> PipelinePlan:
+        """The plan whose batches take least time on a GPU.
+
+        Args:
+            asked: Schedules and micro-batches.
+            model: Undivided.
+            degrees: Of tensor parallelism,
+            parts: and of context parallelism.
+        """
         check_no_group(parts)
         race = MeshRace(asked.planned)
         contexts = []
@@ -172,9 +194,7 @@ class AskedMesh:
                 contexts.append(asked.context_of(number, self.cp_method))
             except AutosacError as error:
                 race.refused.append((ContextParallel(degree=number), error))
-        race.run(
-            given.model, degrees, self.tp_plan, self.loss_parallel, lambda _: contexts
-        )
+        race.run(model, degrees, self.tp_plan, self.loss_parallel, lambda _: contexts)
         if race.best is None:
             raise race.least[0] if race.least else race.refused[0][1]
         lost = map(_lost, race.lost())
@@ -203,7 +223,7 @@ class AskedMesh:
                 _number(mesh, name)
         numbers = None
         if self.num_micro_batches is not None:
-            numbers = _numbers(self.num_micro_batches, None)
+            numbers = numbers_of(self.num_micro_batches, None)
         _num_rows(given.inputs, self.global_batch, ALONE)
         base = replace(
             given,
@@ -421,55 +441,6 @@ def _number(asked: Mapping[str, int | None], name: str) -> int:
     return number
 
 
-def _schedules(
-    num_micro_batches: int | Sequence[int] | None,
-    global_batch: int | None,
-    num_ranks: int,
-    names: Sequence[str],
-    stages_per_rank: Sequence[int],
-) -> tuple[Schedule, ...]:
-    """Schedules to choose from, those of few micro-batches first."""
-    numbers = _numbers(num_micro_batches, global_batch)
-    return tuple(
-        Schedule(
-            name=name,
-            num_ranks=num_ranks,
-            num_micro_batches=number,
-            stages_per_rank=stages,
-        )
-        for number in numbers
-        for name in names
-        for stages in (stages_per_rank if name == INTERLEAVED else (1,))
-        # Of all numbers that there are, those that the schedule can have.
-        if num_micro_batches is not None or can_have(name, num_ranks, number)
-    )
-
-
-def _numbers(
-    num_micro_batches: int | Sequence[int] | None, global_batch: int | None
-) -> list[int]:
-    if num_micro_batches is None:
-        if global_batch is None:
-            raise ArgumentError(
-                "`num_micro_batches` is missing: pass a number, or some; or pass"
-                " `global_batch`, the rows of a step, to try all that divide it."
-            )
-        return [n for n in range(1, global_batch + 1) if global_batch % n == 0]
-    numbers = _several(num_micro_batches)
-    if not numbers or not all(number >= 1 for number in numbers):
-        raise ArgumentError(
-            "`num_micro_batches` must be a whole number of at least 1, or some, got"
-            f" {num_micro_batches!r}."
-        )
-    return numbers
-
-
-def _several(numbers: int | Sequence[int]) -> list[int]:
-    """A number, or some; nothing if one of them is no whole number."""
-    own = [numbers] if isinstance(numbers, int) else list(numbers)
-    return own if all(isinstance(number, int) for number in own) else []
-
-
 def _num_rows(
     inputs: torch.Tensor, global_batch: int | None, parallel: DataParallel
 ) -> int:
@@ -487,17 +458,3 @@ def _num_rows(
             " replicas and shards of `mesh`; use a multiple."
         )
     return global_batch // parallel.degree
-
-
-def _check_cut(num_rows: int, schedules: Sequence[Schedule]) -> None:
-    if not schedules:
-        raise ArgumentError(
-            f"No schedule has so few micro-batches as {num_rows} rows can be cut into:"
-            " raise `global_batch`, or name 'GPipe' in `schedules`."
-        )
-    for schedule in schedules:
-        if num_rows % schedule.num_micro_batches:
-            raise ArgumentError(
-                f"A batch of {num_rows} rows is not shared evenly by"
-                f" {schedule.num_micro_batches} micro-batches; use another number."
-            )
