@@ -35,6 +35,7 @@ from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.parallel import cp_tracing
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
+from autosac.parallel.mesh_racing import division_of
 from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
@@ -44,6 +45,7 @@ from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.rank_memory import RankReplay
 from autosac.pipelines.schedules import INTERLEAVED, ONE_F_ONE_B, Schedule
 from autosac.pipelines.sharded_stages import DataParallel
+from autosac.pipelines.shared_sequences import context_of
 from autosac.simulation import allocator_steps
 from autosac.step.ledger import Ledger
 from autosac.units import curves
@@ -169,6 +171,23 @@ SEQUENCES = (
     _LONG(fsdp=2, cp=4, length=131072, gib=84.0, tokens=1071),
     _LONG(fsdp=1, cp=8, length=262144, gib=84.5, tokens=548),
 )
+_LONGEST = partial(
+    Published,
+    size="405B",
+    stages=8,
+    tp=8,
+    rows=1,
+    micro_batches=8,
+    rule=ALL_RECOMPUTED,
+    asynchronous=True,
+    note="float8, compiled",
+)
+STAGES_OF_PARTS = (
+    _LONGEST(fsdp=8, cp=1, length=32768, gib=75.3, tokens=76),
+    _LONGEST(fsdp=4, cp=2, length=65536, gib=75.9, tokens=47),
+    _LONGEST(fsdp=2, cp=4, length=131072, gib=77.1, tokens=31),
+    _LONGEST(fsdp=1, cp=8, length=262144, gib=84.9, tokens=16),
+)
 
 
 class Positioned(nn.Module):
@@ -188,8 +207,14 @@ class Positioned(nn.Module):
         return logits
 
 
-def llama(name: str, length: int = LENGTH) -> nn.Module:
-    """The model on the meta device, in 32 bits."""
+def llama(name: str, length: int = LENGTH, *, is_chain: bool = True) -> nn.Module:
+    """The model on the meta device, in 32 bits.
+
+    Args:
+        name: Its size.
+        length: Tokens of a sequence.
+        is_chain: Of blocks that work out where they are; else the model takes that.
+    """
     size = SIZES[name]
     config = transformers.LlamaConfig(
         vocab_size=128256,
@@ -202,7 +227,7 @@ def llama(name: str, length: int = LENGTH) -> nn.Module:
         attn_implementation="sdpa",
     )
     with torch.device("meta"):
-        model = Llama(config) if length == LENGTH else Positioned(config)
+        model = Llama(config) if is_chain else Positioned(config)
         return model.train()
 
 
@@ -219,7 +244,8 @@ def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def predicted(setting: Published) -> Predicted:
     """Memory and time of a setting."""
-    model = llama(setting.size, setting.length)
+    is_chain = setting.stages > 1 or setting.length == LENGTH
+    model = llama(setting.size, setting.length, is_chain=is_chain)
     tokens = torch.zeros(setting.rows, setting.length, dtype=torch.int64)
     spec = cluster_spec("hgx-h100", num_gpus=setting.num_gpus)
     tensor = WHOLE
@@ -243,8 +269,10 @@ def predicted(setting: Published) -> Predicted:
                 reduce_dtype=_TYPES.reduce_dtype,
             ),
         )
-        with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
-            return _of_stages(setting, micro_batch.on_rank(tensor, micro_batch))
+        context = context_of(micro_batch, setting.cp, "ring")
+        division = division_of(tensor, context)
+        with fake_ranks(division.degree, divides_loss=tensor.divides_loss):
+            return _of_stages(setting, micro_batch.on_rank(division, micro_batch))
     profile = autosac.profile(model, tokens, loss_fn=partial(_loss, tokens), **options)
     profile = _of_rank(setting, profile, tensor, spec)
     node = spec.gpus_per_node // setting.tp
@@ -329,6 +357,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = [*_heading(), *_table(SETTINGS), "", *_sequences(), *_table(SEQUENCES)]
+    lines += ["", *_stages_of_parts(), *_table(STAGES_OF_PARTS)]
     path = options.output / "large_meshes.md"
     path.write_text("\n".join(lines) + "\n")
 
@@ -404,6 +433,16 @@ def _sequences() -> list[str]:
         "8B over 8 GPUs with context parallelism, 32,768 tokens a rank (torchtitan,"
         " docs/performance.md, table 2). Predicted for ring attention whose parts are"
         " sent on one by one, in bfloat16 and not compiled.",
+        "",
+    ]
+
+
+def _stages_of_parts() -> list[str]:
+    return [
+        "## Stages of parts of sequences",
+        "",
+        "405B over 512 GPUs (torchtitan, docs/performance.md, table 6), 32,768 tokens a"
+        " rank of 8 stages and 8 tp, under 1F1B, likewise.",
         "",
     ]
 

@@ -278,7 +278,6 @@ CASES: tuple[tuple[str, dict[str, int], str], ...] = (
     ("GPT", {"fsdp": 2, "tp": 2}, "tensor"),
     ("ODD", {"replicate": 2, "fsdp": 2}, ""),
     *((name, {"cp": 2}, "") for name in ("LLAMA", "GPT", "ODD", "VARIED")),
-    ("GPT", {"cp": 2}, MIXED),
     *((name, {"fsdp": 2, "cp": 2}, "") for name in ("LLAMA", "VARIED")),
     ("ODD", {"replicate": 2, "cp": 2}, ""),
     *(("LLAMA8", {"cp": 2, "tp": 2}, kind) for kind in (*KINDS, LOSS)),
