@@ -57,6 +57,8 @@ from autosac.quantities import format_bytes, format_ms
 
 _FEW = 2  # meshes whose least peak is asked for if none can fit
 _MOST_LOOPED = 6  # meshes under interleaved 1F1B that race, those likely to be fastest
+_FEW_ROWS = 3  # of micro-batches that are traced at once
+_ALIGNED = 16  # tokens, of which kernels of all types like multiples
 # Nodes that may be used besides all of them: so few, or a power of two.
 _FEW_NODES = 8
 
@@ -154,7 +156,7 @@ class MeshSearch:
             return (1,)
         return read_degrees(degree, self.tp_plan, self.loss_parallel, self.cluster)
 
-    def parts(self) -> tuple[int, ...]:
+    def part_degrees(self) -> tuple[int, ...]:
         """Degrees of context parallelism to look at."""
         degree = self.mesh["cp"]
         if degree is not None:
@@ -252,8 +254,7 @@ class MeshSearch:
                 continue
             if not self._is_possible(cell.division):
                 continue
-            row_ms = self._micro_batch(cell.division, 1).least_ms
-            bound_ms = self._least_ms(cell, row_ms)
+            bound_ms = self._least_ms(cell, self._own_row_ms(cell))
             if bound_ms >= runners.best_ms:
                 self._note(cell, f"takes {format_ms(bound_ms)} a step at least")
                 continue
@@ -293,7 +294,7 @@ class MeshSearch:
             AutosacError: All are refused.
         """
         contexts = []
-        for degree in self.parts():
+        for degree in self.part_degrees():
             try:
                 contexts.append(context_of(self.base, degree, self.cp_method))
             except AutosacError as error:
@@ -419,6 +420,22 @@ class MeshSearch:
     def _row_ms(self, cell: _Cell) -> float:
         """No row takes less in all stages, of which ranks with parts share all."""
         return self._micro_batch(cell.tensor, 1).least_ms / cell.context.degree
+
+    def _own_row_ms(self, cell: _Cell) -> float:
+        """Likewise, of what a rank of the cell does.
+
+        Times of ops are convex in rows: the larger of FLOPs and bytes, each of which
+        grows by as much with every row; so are those of links. Two rows say how much.
+        Kernels are the same as long as rows are aligned.
+        """
+        one = self._micro_batch(cell.division, 1)
+        tokens = one.inputs.shape[1] if one.inputs.dim() > 1 else 0
+        if one.whole.calibrated or cell.rows < _FEW_ROWS or tokens % _ALIGNED:
+            return one.least_ms
+        one_ms = sum(one.block_ms)
+        more_ms = sum(self._micro_batch(cell.division, 2).block_ms) - one_ms
+        least_ms = (one_ms + (cell.rows - 1) * more_ms) / cell.rows
+        return max(one.least_ms, least_ms)
 
     def _least_on(self, cluster: ClusterSpec) -> float:
         """No step on so many GPUs is faster, likewise."""
