@@ -63,8 +63,9 @@ class Stage(nn.Module):
         self, model: nn.Module, fqns: Sequence[str], tokens: Tokens | None = None
     ) -> None:
         super().__init__()
+        # Names of attributes are not those of blocks.
         self.block_fqns = tuple(fqns)
-        self.tokens = tokens
+        self._tokens_given = tokens
         names = {fqn: positions_argument(model.get_submodule(fqn)) for fqn in fqns}
         self._positions_of = {f: n for f, n in names.items() if n and tokens}
         self.training = model.training
@@ -79,14 +80,14 @@ class Stage(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the blocks."""
-        (last,) = deque(self.outputs(x), maxlen=1)
+        (last,) = deque(self._outputs(x), maxlen=1)
         return last
 
-    def outputs(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _outputs(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
         """Run the blocks, and hand on what each of them returns."""
         where = None
-        if self.tokens is not None and self._positions_of:
-            where = self.tokens.positions(x.device)
+        if self._tokens_given is not None and self._positions_of:
+            where = self._tokens_given.positions(x.device)
         for fqn in self.block_fqns:
             name = self._positions_of.get(fqn)
             x = self.get_submodule(fqn)(x, **({name: where} if name else {}))
@@ -250,7 +251,7 @@ def handed_on(
     order: dict[str, Passed] = {}
     fqns = divided.block_fqns
     with _running(fake_model, mode):
-        outputs = fake_model.outputs(passed)
+        outputs = fake_model._outputs(passed)
         for fqn in fqns:
             try:
                 passed = next(outputs)

@@ -195,7 +195,7 @@ DISTRIBUTED = {"model": Activated(), "tp_plan": {"activation": "whole_input"}}
     ("options", "error", "message"),
     [
         ({"mesh": {"pp": 4, "tp": 2}}, ArgumentError, "has pp=4, and `num_ranks` is 2"),
-        ({"mesh": {"cp": 2}}, ArgumentError, "'cp'"),
+        ({"mesh": {"cp": 2}}, UnsupportedError, "plan without 'cp'"),
         ({"mesh": {"tp": 3}}, ArgumentError, "must divide the 4 GPUs"),
         ({"mesh": None, "tp_plan": "tensor"}, ArgumentError, "no tensor parallelism"),
         ({"cluster": None}, ArgumentError, "`cluster` is missing"),

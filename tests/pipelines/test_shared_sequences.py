@@ -76,7 +76,7 @@ def test_a_rank_gets_its_part_and_shards_of_its_own_blocks(of_parts, tmp_path):
         mesh = loaded.make_mesh("cpu")
         (stage,) = loaded.stages(GPT(num_blocks=1), mesh)
         assert stage.is_first
-        assert stage.submod.tokens == Tokens(LENGTH // 2, LENGTH // 2)
+        assert stage.submod._tokens_given == Tokens(LENGTH // 2, LENGTH // 2)
         weight = stage.submod.get_parameter("embedding.wte.weight")
         assert isinstance(weight, DTensor)
         assert weight.to_local().shape[0] == weight.shape[0] // 2
