@@ -214,20 +214,20 @@ class MeshSearch:
             ]
             is_any = is_any or bool(cells)
             self._enter(cells)
-        if self._refused and not self._runners.has_any and not self._least:
+        if not self._runners.has_any:  # say what the least ones would need
+            kept = sorted(self._least.values(), key=lambda pair: pair[0])
+            able = (cell for _, cell in kept if self._is_possible(cell.division))
+            for cell in islice(able, _FEW):
+                self._runners.enter(self._race(cell))
+        if not self._runners.has_any and self._refused:
             raise next(iter(self._refused.values()))
-        if not is_any:
+        if not self._runners.has_any:
             raise ArgumentError(
                 f"No mesh of {self.cluster.num_gpus} GPUs with the degrees of `mesh`"
                 f" shares a `global_batch` of {self.global_batch} rows evenly between"
                 " stages, replicas and shards: change one of these, or leave degrees"
                 " open with None."
             )
-        if not self._runners.has_any:  # say what the least ones would need
-            kept = sorted(self._least.values(), key=lambda pair: pair[0])
-            able = (cell for _, cell in kept if self._is_possible(cell.division))
-            for cell in islice(able, _FEW):
-                self._runners.enter(self._race(cell))
         lost = [f"{mesh}: {why}" for mesh, why in self._lost.items()]
         plan = self._runners.plan(lost, self.far)
         return replace(plan, num_gpus=self.cluster.num_gpus)

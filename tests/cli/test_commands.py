@@ -511,6 +511,12 @@ def test_stages_take_a_target_apart_which_other_commands_bind():
     assert run_json("estimate", *STAGES[:3])["peak_bytes"]
 
 
+def test_stages_share_sequences_if_their_blocks_take_positions():
+    given = ("parallel", *STAGES, "-b", "1GiB", "--global-batch", "4", "--gpus", "4")
+    outcome = run(*given, "--mesh", "pp=2,cp=2")
+    assert outcome.exit_code and "No block's forward" in outcome.stderr
+
+
 def test_stages_may_offload():
     given = ("parallel", *STAGES, "-b", "1GiB", "--global-batch", "4", "--offload")
     refused = run(*given, "--gpus", "4", "--mesh", "pp=2,tp=2")

@@ -1,5 +1,9 @@
 """Pipelines x context parallelism: plans, what they refuse, and real ranks."""
 
+from dataclasses import replace
+from itertools import pairwise
+from math import inf
+
 import pytest
 import torch
 from torch import nn
@@ -8,9 +12,11 @@ from torch.distributed.tensor import DTensor
 import autosac
 from autosac._compat_distributed import fake_group
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.cp_tracing import rank_copy
 from autosac.parallel.tp_styles import WHOLE
 from autosac.pipelines.blocks import Stage, Tokens
+from autosac.pipelines.mesh_choosing import MeshSearch
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.shared_sequences import context_of
 from autosac.pipelines.stage_steps import stage_step
@@ -26,6 +32,7 @@ pytestmark = [
 ]
 
 NUM_ROWS, LENGTH, WIDTH = 8, 64, 96
+NODES = replace(cluster_spec("hgx-h100"), gpus_per_node=4)
 EXAMPLE = stage_mesh_ranks.RECIPES["GPT"]
 
 
@@ -239,6 +246,61 @@ def test_no_mesh_with_parts_that_is_given_is_faster_than_the_one_that_is_chosen(
         budget, mesh={"cp": 2}, num_micro_batches=None, global_batch=8, num_ranks=2
     )
     assert chosen.step_ms <= 1.005 * given.step_ms
+
+
+def on_gpus(memory_budget, num_gpus=4, **options):
+    """A plan whose times no measurement disturbs; degrees are open."""
+    with torch.device("meta"):
+        model = GPT(num_blocks=2)
+    return plan(
+        memory_budget,
+        model,
+        **{
+            "num_ranks": None,
+            "num_micro_batches": None,
+            "global_batch": 8,
+            "mesh": {"pp": None, "fsdp": None, "cp": None},
+            "cluster": NODES.resized(num_gpus),
+            **options,
+        },
+    )
+
+
+def _step_ms(*args):
+    try:
+        own = on_gpus(*args)
+    except InfeasibleBudgetError:
+        return inf
+    assert own.highest_peak_bytes <= own.budget_bytes
+    assert own.bound_ms <= own.step_ms * (1 + 1e-9)
+    return own.step_ms
+
+
+@pytest.mark.slow
+def test_more_memory_or_gpus_is_never_slower():
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        on_gpus(1000)
+    least_bytes = caught.value.lowest_peak_bytes
+    budgets = [int(share * least_bytes) for share in (1, 1.1, 1.3, 100)]
+    for cases in ([(b, 4) for b in budgets], [(budgets[1], n) for n in (4, 8, 12)]):
+        times = [_step_ms(*case) for case in cases]
+        assert all(more <= less for less, more in pairwise(times)), times
+
+
+@pytest.mark.slow
+def test_no_micro_batch_takes_less_than_smaller_ones_say(monkeypatch):
+    row_ms, shares = MeshSearch._own_row_ms, []
+
+    def checked(search, cell):
+        whole_ms = sum(search._micro_batch(cell.division, cell.rows).block_ms)
+        shares.append(cell.rows * row_ms(search, cell) / whole_ms)
+        return row_ms(search, cell)
+
+    monkeypatch.setattr(MeshSearch, "_own_row_ms", checked)
+    mesh = {"pp": None, "fsdp": None, "cp": None, "tp": None}
+    on_gpus(2**40, mesh=mesh, global_batch=16, tp_plan="sequence")
+    assert len(shares) > 10
+    assert 0.5 < max(shares) <= 1 + 1e-9
 
 
 @pytest.mark.slow
