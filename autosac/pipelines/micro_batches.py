@@ -27,7 +27,7 @@ from autosac.parallel.cp_tracing import rank_copy
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.mesh_racing import Division, division_of, parts_of
 from autosac.parallel.meshes import without_slices
-from autosac.parallel.sequence_parts import tensor_part
+from autosac.parallel.sequence_parts import positions_argument, tensor_part
 from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.parallel.tp_tracing import divided_copy
@@ -190,6 +190,9 @@ class MicroBatch:
         base = self.undivided
         styles = self.tensor.styles if self.tensor.degree > 1 else {}
         own = with_styles(base.blocks.kinds, list(base.chain), styles)
+        if self.context.degree > 1:  # those that are given positions do other things
+            names = map(positions_argument, map(self.model.get_submodule, base.chain))
+            own = list(zip(own, names, strict=True))
         return block_kinds(own, base.chain)
 
     @cached_property

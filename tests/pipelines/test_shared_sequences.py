@@ -174,6 +174,32 @@ class Pooling(Unplaced):
         return self.embedding(x) + x.cumsum(1)
 
 
+class Adding(nn.Module):
+    """Adds learnt positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.wpe = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(self, x, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1], device=x.device)[None]
+        return x + self.wpe(position_ids)
+
+
+class CountingToo(Adding):
+    """Does the same, but for parts."""
+
+    def forward(self, x):
+        return super().forward(x)
+
+
+def mixed():
+    model = GPT(num_blocks=1)
+    model.h.extend([Adding(), CountingToo()])
+    return model
+
+
 def _with(block, name="embedding"):
     model = GPT(num_blocks=1)
     setattr(model, name, block(getattr(model, name)))
@@ -188,6 +214,7 @@ CONTEXT = {"tp_plan": "tensor", "mesh": {"cp": 2, "tp": 2}}
     [
         ({"model": _with(Unplaced)}, UnsupportedError, "No block's forward"),
         ({"model": _with(Counting)}, UnsupportedError, "counts tokens"),
+        ({"model": mixed()}, UnsupportedError, "`h.2.* counts tokens"),
         ({"model": _with(Pooling, "ln_f")}, UnsupportedError, "`ln_f` mixes tokens"),
         ({"model": TiedGPT()}, UnsupportedError, "cannot be on two ranks"),
         ({"mesh": {"cp": 4}}, ArgumentError, "6 heads, which cp=4 does not divide"),
