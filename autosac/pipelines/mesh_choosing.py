@@ -57,8 +57,6 @@ from autosac.quantities import format_bytes, format_ms
 
 _FEW = 2  # meshes whose least peak is asked for if none can fit
 _MOST_LOOPED = 6  # meshes under interleaved 1F1B that race, those likely to be fastest
-_FEW_ROWS = 3  # of micro-batches that are traced at once
-_ALIGNED = 16  # tokens, of which kernels of all types like multiples
 # Nodes that may be used besides all of them: so few, or a power of two.
 _FEW_NODES = 8
 
@@ -422,20 +420,8 @@ class MeshSearch:
         return self._micro_batch(cell.tensor, 1).least_ms / cell.context.degree
 
     def _own_row_ms(self, cell: _Cell) -> float:
-        """Likewise, of what a rank of the cell does.
-
-        Times of ops are convex in rows: the larger of FLOPs and bytes, each of which
-        grows by as much with every row; so are those of links. Two rows say how much.
-        Kernels are the same as long as rows are aligned.
-        """
-        one = self._micro_batch(cell.division, 1)
-        tokens = one.inputs.shape[1] if one.inputs.dim() > 1 else 0
-        if one.whole.calibrated or cell.rows < _FEW_ROWS or tokens % _ALIGNED:
-            return one.least_ms
-        one_ms = sum(one.block_ms)
-        more_ms = sum(self._micro_batch(cell.division, 2).block_ms) - one_ms
-        least_ms = (one_ms + (cell.rows - 1) * more_ms) / cell.rows
-        return max(one.least_ms, least_ms)
+        """Likewise, of what a rank of the cell does."""
+        return self._micro_batch(cell.division, 1).least_ms
 
     def _least_on(self, cluster: ClusterSpec) -> float:
         """No step on so many GPUs is faster, likewise."""

@@ -315,7 +315,7 @@ def test_more_memory_or_gpus_is_never_slower():
 
 
 @pytest.mark.slow
-def test_no_micro_batch_takes_less_than_smaller_ones_say(monkeypatch):
+def test_no_micro_batch_takes_less_than_its_bound(monkeypatch):
     row_ms, shares = MeshSearch._own_row_ms, []
 
     def checked(search, cell):
@@ -327,7 +327,7 @@ def test_no_micro_batch_takes_less_than_smaller_ones_say(monkeypatch):
     mesh = {"pp": None, "fsdp": None, "cp": None, "tp": None}
     on_gpus(2**40, mesh=mesh, global_batch=16, tp_plan="sequence")
     assert len(shares) > 10
-    assert 0.5 < max(shares) <= 1 + 1e-9
+    assert 0 < max(shares) <= 1
 
 
 @pytest.mark.slow
