@@ -53,12 +53,12 @@ from benchmarks.kept_promises import (
     LINKS,
     LOSS,
     NUM_STEPS,
+    SHARES,
     Outcome,
     differences,
     divided_by,
     under_caps,
     write_table,
-    SHARES,
 )
 from benchmarks.models.workload import labelled
 from benchmarks.ranks import Recipe, reference

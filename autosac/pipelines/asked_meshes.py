@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -27,6 +27,7 @@ from autosac.parallel.mesh_racing import (
     read_dimensions,
 )
 from autosac.parallel.meshes import read_parts
+from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.tp_styles import WHOLE
 from autosac.parallel.tp_tracing import fake_ranks
 from autosac.pipelines.asked_schedules import (
@@ -302,6 +303,7 @@ class _Asked:
         memory_budget: Cap on the peak of a rank.
         relative_gap: As in `plan_pipeline`.
         far: What a rank may have in far memory; None for nothing.
+        in_parts: What was traced of sequences that ranks share, of whole tensors.
     """
 
     micro_batches: dict[int, MicroBatch]
@@ -309,6 +311,7 @@ class _Asked:
     memory_budget: int | str
     relative_gap: float
     far: FarBytes | None
+    in_parts: dict[ContextParallel, MicroBatch] = field(default_factory=dict)
 
     @property
     def undivided(self) -> MicroBatch:
@@ -341,17 +344,26 @@ class _Asked:
         context = context_of(self.undivided, degree, method)
         if degree > 1:
             with _ranks(context):
-                check_parts(self.undivided.on_rank(context, self.undivided))
+                own = self.undivided.on_rank(context, self.undivided)
+                check_parts(own)
+            self.in_parts[context] = own
         return context
 
     def _divided(self, division: Division) -> dict[int, MicroBatch]:
         """The micro-batches on the first rank of the group that is there."""
         if division.degree == 1:
             return self.micro_batches
-        return {
+        divided = {
             number: micro_batch.on_rank(division, self.undivided)
             for number, micro_batch in self.micro_batches.items()
         }
+        tensor, context = parts_of(division)
+        if tensor.degree > 1 and context in self.in_parts:
+            smallest = next(iter(divided.values())).whole
+            check_gradients_whole(
+                self.in_parts[context].whole.tape, smallest.tape, tensor
+            )
+        return divided
 
     def _race(self, own: Mapping[int, MicroBatch], schedule: Schedule) -> Race:
         micro_batch = own[schedule.num_micro_batches]

@@ -27,8 +27,8 @@ from autosac.parallel.cp_tracing import rank_copy
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.mesh_racing import Division, division_of, parts_of
 from autosac.parallel.meshes import without_slices
-from autosac.parallel.sequence_parts import positions_argument, tensor_part
 from autosac.parallel.partial_gradients import check_gradients_whole
+from autosac.parallel.sequence_parts import positions_argument, tensor_part
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.parallel.tp_tracing import divided_copy
 from autosac.pipelines.blocks import (

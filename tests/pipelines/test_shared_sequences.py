@@ -232,6 +232,14 @@ def test_what_cannot_be_done_in_parts_is_said_in_a_sentence(options, error, mess
         plan(**options)
 
 
+def test_whole_parameters_that_meet_a_part_of_tensors_are_refused_in_parts_too():
+    model = GPT(num_blocks=1, head_dim=12)
+    model.h[0].mlp[1] = nn.PReLU()
+    styles = {"h.*.mlp.0": "colwise", "h.*.mlp.2": "rowwise"}
+    with pytest.raises(ArgumentError, match="`h.0.mlp.1.weight` meets a part of what"):
+        plan(model=model, mesh={"cp": 2, "tp": 2}, tp_plan=styles)
+
+
 def test_a_process_that_is_a_rank_plans_no_parts():
     with fake_group(2), pytest.raises(ArgumentError, match="before"):
         plan()
