@@ -138,6 +138,11 @@ def as_a_step_begins() -> Iterator[None]:
             torch.set_autocast_enabled(kind, True)
 
 
+def is_number(tensor: torch.Tensor) -> bool:
+    """Whether it is a single integer."""
+    return not (tensor.dim() or tensor.is_floating_point() or tensor.is_complex())
+
+
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, which counts changes together with it below autograd too."""
     with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):

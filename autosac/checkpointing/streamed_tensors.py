@@ -186,6 +186,7 @@ class _Call:
     def _pack(self, tensor: torch.Tensor) -> _Holder:
         holder = _Holder(self, tensor)
         is_counted = tensor.layout is torch.strided
+        is_counted &= not _compat_dispatch.is_number(tensor)
         if is_counted and tensor.device.type == self._device_type:
             self._meet(holder, self._num_saved)
             self._num_saved += 1

@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from autosac.planning.make_plan import choose
+from autosac.planning.eager_steps import times_of
+from autosac.planning.make_plan import choose_fastest
 from autosac.planning.plans import Plan
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms
-from autosac.solving.incumbents import recompute_ms
 from autosac.step.source_lines import shortened
 from autosac.step.tape import Op
 from autosac.units import curves
@@ -162,8 +162,8 @@ def offers(plan: Plan, profile: TracedStep) -> tuple[Offer, ...]:
     all_offers = []
     for more in sorted(amounts):
         budget_bytes = plan.budget_bytes + more
-        chosen, _ = choose(profile, budget_bytes)
-        time_ms = sum(curves.recompute_ms(*item) for item in chosen.items())
+        chosen, _ = choose_fastest(profile, budget_bytes)
+        time_ms = times_of(profile, chosen, 0.0).added_ms
         time_ms = min(time_ms, plan.recompute_ms)  # the present plan fits as well
         all_offers.append(
             Offer(
@@ -183,8 +183,8 @@ def offload_ms(plan: Plan, profile: TracedStep) -> float | None:
     if not profile.may_offload:
         return None
     offloading = restricted(profile, cap=profile.cap, offload=True)
-    chosen, _ = choose(offloading, plan.budget_bytes)
-    return recompute_ms(chosen)
+    chosen, _ = choose_fastest(offloading, plan.budget_bytes)
+    return times_of(offloading, chosen, 0.0).added_ms
 
 
 def op_tables(

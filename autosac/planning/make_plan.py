@@ -160,7 +160,9 @@ def _make_plan(
     least: Choice | None = None  # confirmed, of units of which some are none any more
     for _ in range(_MOST_LEFT_OUT):
         try:
-            chosen, bound_ms = _choose_fastest(profile, budget_bytes, start, solving)
+            chosen, bound_ms = choose_fastest(
+                profile, budget_bytes, start=start, **solving
+            )
         except InfeasibleBudgetError:
             if least is None:
                 raise
@@ -187,11 +189,12 @@ def _make_plan(
     return _as_plan(profile, budget_bytes, chosen, policies, bound_ms)
 
 
-def _choose_fastest(
+def choose_fastest(
     profile: TracedStep,
     budget_bytes: int,
-    start: sac.Start | None,
-    solving: dict[str, Any],
+    *,
+    start: sac.Start | None = None,
+    **solving: Any,
 ) -> tuple[Choice, float]:
     """As `choose`, by the time of an eager step where its host's speed is known."""
     chosen, bound_ms = choose(profile, budget_bytes, start=start, **solving)

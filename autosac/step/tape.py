@@ -121,6 +121,8 @@ class SavedTensor:
             `released` if it was never read.
         used_again: Backward read it several times, or in a pass that can be gone
             backward through in turn.
+        is_number: It is a single integer, such as a seed, which some kernels keep on
+            the host and others on the device.
     """
 
     storage: int
@@ -129,6 +131,7 @@ class SavedTensor:
     released: int
     used_until: int
     used_again: bool = False
+    is_number: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,10 +47,12 @@ class Saved:
 
     __slots__ = (
         *("packed", "released", "storage", "unpacked", "used_again", "used_until"),
+        "is_number",
     )
 
-    def __init__(self, storage: int, packed: int) -> None:
+    def __init__(self, storage: int, packed: int, *, is_number: bool) -> None:
         self.storage = storage
+        self.is_number = is_number
         self.packed = packed
         self.unpacked: int | None = None
         self.released: int | None = None
@@ -73,4 +75,5 @@ class Saved:
             released=released,
             used_until=released if self.used_until is None else self.used_until,
             used_again=self.used_again,
+            is_number=self.is_number,
         )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -191,7 +191,7 @@ class StreamedModel(Unit):
                 streamed_bytes=tuple(self.streams[k].nbytes for k in order),
                 fetched_with=tuple(places[fetched_with[k]] for k in order),
                 let_go_with=tuple(let_go_with[k] for k in order),
-                num_saved=len(self.saved),
+                num_saved=len(_counted(tape, self.saved)),
             ),
         )
 
@@ -282,12 +282,18 @@ def find_streamed(
     )
 
 
+def _counted(tape: Tape, saved: Iterable[int]) -> list[int]:
+    """Saved tensors that count in places: numbers may lie on the host or not."""
+    return [i for i in saved if not tape.saved[i].is_number]
+
+
 def _streams(index: TapeIndex, call: ModuleCall, saved: range) -> Iterator[Stream]:
     """Storages that can be moved, in the order of saving."""
     tape = index.tape
     least = rounded_up(int(_LEAST_SHARE * sum(tape.nbytes.tolist())), _LEAST_BYTES)
     by_storage: dict[int, list[int]] = defaultdict(list)
-    for i in saved:
+    places = {i: place for place, i in enumerate(_counted(tape, saved))}
+    for i in places:
         by_storage[tape.saved[i].storage].append(i)
     for storage, own in by_storage.items():
         record, first = tape.storages[storage], tape.saved[own[0]]
@@ -300,7 +306,7 @@ def _streams(index: TapeIndex, call: ModuleCall, saved: range) -> Iterator[Strea
             yield Stream(
                 storage=storage,
                 nbytes=record.nbytes,
-                place=own[0] - saved.start,
+                place=places[own[0]],
                 packed=first.packed,
                 freed=max(freed, call.exit),
                 read=read,

@@ -1,6 +1,7 @@
 """Pipelines x context parallelism: plans, what they refuse, and real ranks."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from math import inf
 
@@ -21,7 +22,6 @@ from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.shared_sequences import context_of
 from autosac.pipelines.stage_steps import stage_step
 from benchmarks import stage_mesh_ranks
-from benchmarks.kept_promises import LOSS
 from benchmarks.stage_mesh_ranks import GPT, TiedGPT
 from benchmarks.stage_ranks import can_count
 from tests.pipelines.test_divided_stages import CLUSTER
@@ -301,6 +301,7 @@ def on_gpus(memory_budget, num_gpus=4, **options):
     )
 
 
+@cache
 def _step_ms(*args):
     try:
         own = on_gpus(*args)
@@ -316,8 +317,8 @@ def test_more_memory_or_gpus_is_never_slower():
     with pytest.raises(InfeasibleBudgetError) as caught:
         on_gpus(1000)
     least_bytes = caught.value.lowest_peak_bytes
-    budgets = [int(share * least_bytes) for share in (1, 1.1, 1.3, 100)]
-    for cases in ([(b, 4) for b in budgets], [(budgets[1], n) for n in (4, 8, 12)]):
+    budgets = [int(share * least_bytes) for share in (1, 1.2)]
+    for cases in ([(b, 4) for b in budgets], [(budgets[1], n) for n in (4, 8)]):
         times = [_step_ms(*case) for case in cases]
         assert all(more <= less for less, more in pairwise(times)), times
 
@@ -340,12 +341,9 @@ def test_no_micro_batch_takes_less_than_its_bound(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
-@pytest.mark.parametrize(
-    ("name", "mesh", "kind"),
-    [("VARIED", {"cp": 2}, ""), ("LLAMA8", {"cp": 2, "tp": 2}, LOSS)],
-)
-def test_real_ranks_with_parts_keep_cap_prediction_and_gradients(name, mesh, kind):
-    cell = next(stage_mesh_ranks.planned(name, "1F1B", mesh, kind))  # tight cap
+def test_real_ranks_with_parts_keep_cap_prediction_and_gradients():
+    # `benchmarks.stage_mesh_ranks` has more models, and those with slices besides.
+    cell = next(stage_mesh_ranks.planned("VARIED", "1F1B", {"cp": 2}, ""))  # tight cap
     assert any(stage.policy for stage in cell.plan.stage_plans)
     row = stage_mesh_ranks.run(cell)
     assert row.is_kept, row
