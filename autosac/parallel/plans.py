@@ -33,6 +33,13 @@ from autosac.units.policies import OpPolicy, op_policy_of
 _FORMAT_VERSION = 2
 
 
+# What an H200 showed (docs/gpus.md, "Ranks of many GPUs").
+_ON_GPUS = (
+    "PyTorch's hands out up to 1 % more than is asked for, and keeps memory of other"
+    " streams besides: leave 10 to 30 % of small ranks' GPUs free"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
     """A sharding degree, or a mesh, that was not taken.
@@ -339,6 +346,8 @@ class ParallelPlan(Summarized):
                 " sharding degree",
             ),
         ]
+        if self.device != "cpu":
+            facts.append(("allocator", _ON_GPUS))
         if self.optimality_gap > LARGE_GAP:
             gap = f"up to {self.optimality_gap:.1%} of the step may be avoidable"
             way_out = "plan with `time_limit_s`=60 to search longer"

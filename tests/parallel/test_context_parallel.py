@@ -486,7 +486,6 @@ def test_a_model_for_gpus_is_planned_on_the_meta_device(method):
         ("LLAMA", 2, (mesh_ranks.CONTEXT,)),
         ("GPT", 2, (mesh_ranks.CONTEXT,)),
         ("LLAMA8", 1, mesh_ranks.BOTH[2:]),
-        ("GPT8", 1, mesh_ranks.BOTH[:1]),
     ],
 )
 def test_real_ranks_keep_cap_prediction_and_gradients(name, degree, kinds):
