@@ -92,11 +92,13 @@ def fastest(
     for weights, other, other_ms in _weighed(passes, chosen, choose):
         found.append(other)
         least_ms = max(least_ms, passes.mean_ms(weights) + other_ms)
-    within, known = profile.within(budget_bytes), profile.known_eager
-    found += [one for peak_bytes, one in known if peak_bytes <= within]
-    best = min(found, key=lambda one: (passes.step_ms(one), recompute_ms(one)))
-    known.append((profile.peak_bytes(best), best))
-    return best, max(0.0, least_ms - passes.step_ms({}))
+    timed = [(passes.step_ms(one), recompute_ms(one), one) for one in found]
+    best = min(timed, key=lambda one: one[:2])
+    within = profile.within(budget_bytes)
+    known = (one for peak_bytes, one in profile.known_eager if peak_bytes <= within)
+    best = min((best, *known), key=lambda one: one[:2])
+    profile.known_eager.append((profile.peak_bytes(best[2]), best))
+    return best[2], max(0.0, least_ms - passes.step_ms({}))
 
 
 class _Passes:

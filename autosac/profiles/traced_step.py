@@ -27,7 +27,7 @@ from autosac.solving.curve_points import (
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
 from autosac.solving.moved_blocks import MovedBlocks
-from autosac.solving.rules_of_thumb import Rules
+from autosac.solving.rules_of_thumb import Choice, Rules
 from autosac.solving.solve_options import read_segments
 from autosac.solving.streaming import Streaming
 from autosac.statistics.by_module import Statistics, module_statistics
@@ -406,8 +406,8 @@ class TracedStep(Summarized):
         return {}
 
     @cached_property
-    def known_eager(self) -> list[tuple[int, Mapping[Unit, Policy]]]:
-        """Peaks and choices of plans whose time the host decided."""
+    def known_eager(self) -> list[tuple[int, tuple[float, float, Choice]]]:
+        """Peaks of plans that count the host; their times with it and without."""
         return []
 
     @cached_property
