@@ -146,7 +146,8 @@ def main() -> None:
         medians = measure(num_rounds)
     title = (
         f"# Host cost: {NUM_BLOCKS} blocks of width {WIDTH}, forward and backward\n\n"
-        f"`python -m benchmarks.host_cost`: medians of {num_rounds} rounds in which all"
+        f"`python -m benchmarks.host_cost --device {options.device}`: medians of"
+        f" {num_rounds} rounds in which all"
         " took turns. Plans by budget: share of the way from the floor to the"
         " baseline.\n"
         + "".join(f"\n- {key}: {value}" for key, value in environment().items())

@@ -314,3 +314,46 @@ def test_a_model_that_saves_other_tensors_is_told_of_and_trains_on(planned):
 
     pairs = zip(plain.parameters(), model.parameters(), strict=True)
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
+
+
+class KeepsSeed(torch.autograd.Function):
+    """Saves a seed, on the host or on the device, before what is large."""
+
+    device = "cpu"
+
+    @staticmethod
+    def forward(ctx, x):
+        seed = torch.zeros((), dtype=torch.int64, device=KeepsSeed.device)
+        ctx.save_for_backward(seed, x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
+class Seeded(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3))
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = KeepsSeed.apply(layer(x))
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("places", [("cpu", "meta"), ("meta", "cpu")], ids=str)
+def test_where_kernels_keep_seeds_shifts_no_place(monkeypatch, places):
+    traced, real = places  # on the device of the model, or elsewhere
+    monkeypatch.setattr(KeepsSeed, "device", traced)
+    case = Case(Seeded, lambda: torch.randn(256, 64))
+    step = far_step(case)
+    model, num_streams = case.model(), len(step.streamed.streams)
+    policy = Policy(letter(0) * num_streams + letter(1) * num_streams)
+    memory = applied(step, {step.streamed: policy}).apply(model).memory
+    monkeypatch.setattr(KeepsSeed, "device", real)
+
+    train(case, model, steps=2)  # a warning would fail
+    assert memory.peak_bytes == sum(s.nbytes for s in step.streamed.streams)

@@ -8,7 +8,7 @@ decides (`costs.host`).
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +39,6 @@ class ProgramCosts:
         """
         of_ops_ms = num_ops * self.op_ms + num_calls * self.call_ms
         return self.unit_ms + num_saved * self.saved_ms + of_ops_ms
-
-    def scaled(self, factor: float) -> ProgramCosts:
-        """All of it, so many times."""
-        return ProgramCosts(**{n: factor * ms for n, ms in asdict(self).items()})
 
 
 NO_PROGRAM = ProgramCosts()  # of a GPU: kernels run meanwhile

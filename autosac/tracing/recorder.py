@@ -433,8 +433,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
         tensor, wrap = unwrapped(tensor)
         storage = self._index(tensor, 0, "input")
         holder = Holder(self, len(self.saved), wrap)
-        is_number = _compat_dispatch.is_number(tensor)
-        self.saved.append(Saved(storage, self.tick(), is_number=is_number))
+        number = _compat_dispatch.is_number(tensor)
+        self.saved.append(Saved(storage, self.tick(), is_number=number))
         mode = self.repeated.mode
         if self.born[storage] == 0:
             holder.tensor = _compat.detached(mode, tensor)
