@@ -19,6 +19,7 @@ from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.tp_finding import find_styles, with_divided_loss
 from autosac.parallel.tp_styles import TensorParallel, apply, check
 from benchmarks import allocator_shim, mesh_ranks
+from benchmarks.kept_promises import KINDS
 from benchmarks.rank_server import run_ranks
 from tests.parallel.gradients import gradients_off
 
@@ -453,11 +454,11 @@ def test_ranks_that_must_draw_alike_have_one_seed():
 @pytest.mark.slow
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
-def test_real_ranks_keep_cap_prediction_and_gradients():
-    # A tight cap without parts of the sequence, a loose one with, and one with divided
-    # logits besides.
-    cells = list(mesh_ranks.planned("GPT", 4, 2))
-    cells = [*cells[:4:3], *cells[5:]]
+def test_real_ranks_keep_cap_prediction_and_gradients(short_models):
+    # A tight cap without parts of the sequence between blocks, a loose one with them;
+    # parts all the time, and divided logits, are in `test_context_parallel`.
+    tight, _, _, loose = mesh_ranks.planned("GPT", 4, 2, KINDS)
+    cells = [tight, loose]
     assert all(cell.plan.policy for cell in cells)
     for row in mesh_ranks.run_ranks(cells, 4):
         assert row.is_kept, row
