@@ -268,6 +268,7 @@ def test_the_cheapest_batch_wins_and_the_plan_says_what_lost():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_no_mesh_with_parts_that_is_given_is_faster_than_the_one_that_is_chosen():
     options = {"num_ranks": None, "num_micro_batches": None, "global_batch": 8}
     open_ = {"pp": None, "fsdp": None, "cp": None}
@@ -313,6 +314,7 @@ def _step_ms(*args):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_more_memory_or_gpus_is_never_slower():
     with pytest.raises(InfeasibleBudgetError) as caught:
         on_gpus(1000)
@@ -324,6 +326,7 @@ def test_more_memory_or_gpus_is_never_slower():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_no_micro_batch_takes_less_than_its_bound(monkeypatch):
     row_ms, shares = MeshSearch._own_row_ms, []
 
@@ -341,7 +344,7 @@ def test_no_micro_batch_takes_less_than_its_bound(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
-def test_real_ranks_with_parts_keep_cap_prediction_and_gradients():
+def test_real_ranks_with_parts_keep_cap_prediction_and_gradients(short_models):
     # `benchmarks.stage_mesh_ranks` has more models, and those with slices besides.
     cell = next(stage_mesh_ranks.planned("VARIED", "1F1B", {"cp": 2}, ""))  # tight cap
     assert any(stage.policy for stage in cell.plan.stage_plans)
