@@ -1,4 +1,4 @@
-"""Models of `mesh_ranks` with two blocks each: ranks that run them take half as long."""
+"""Models of `mesh_ranks` with two blocks each: ranks take half as long to run them."""
 
 from dataclasses import replace
 from functools import partial

@@ -60,7 +60,8 @@ def _kept(trace):
         if key not in known:
             known[key] = trace(*args, **options)
         own = known[key]
-        return replace(own) if trace.__name__ == "stage_step" else own
+        # Nor do copies know of plans that were made of it.
+        return own.each(replace) if trace.__name__ == "stage_step" else replace(own)
 
     return kept
 
@@ -81,11 +82,12 @@ def _described(stage):
 
 
 def _measured_once(measure):
-    known = {}  # profiles by id, with what was measured, so that no id comes again
+    known = {}  # by tape; with the profile, so that no id comes again
 
     def measured(profile):
-        if id(profile) not in known:
-            known[id(profile)] = profile, measure(profile)
-        return known[id(profile)][1]
+        key = id(profile.tape)
+        if key not in known:
+            known[key] = profile, measure(profile)
+        return replace(known[key][1])  # knows of no plan that was made of it
 
     return measured

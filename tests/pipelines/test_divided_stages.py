@@ -158,6 +158,7 @@ def test_a_rank_gets_its_slices_of_its_own_blocks(by_sequence, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_division_saves_memory():
     lowest_bytes = least_peak(tp_plan="tensor")
     assert lowest_bytes < least_peak(mesh=None)

@@ -108,6 +108,7 @@ def race_of(model, budget_bytes, num_micro_batches=4):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_no_other_cuts_of_stages_that_share_ranks_are_found_to_be_faster():
     lowest_bytes = race_of(Model(5), 1000).lowest().peak_bytes
     budgets = [int(share * lowest_bytes) for share in (1, 1.05, 1.3, 2)]
@@ -199,6 +200,7 @@ def test_real_ranks_with_two_stages_keep_cap_prediction_and_gradients(short_mode
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_open_meshes_have_no_more_stages_than_blocks_and_a_bound_on_all(monkeypatch):
     def planned():
         inputs, target = tokens(1)

@@ -165,6 +165,7 @@ def step_ms(budget, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 @pytest.mark.parametrize(
     ("num_blocks", "names"),
     [(2, ["1F1B", "GPipe"]), (9, ["1F1B"]), (4, ["Interleaved1F1B"])],
@@ -190,6 +191,7 @@ def test_neither_more_memory_nor_offload_is_ever_slower(num_blocks, names):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_stages_that_share_ranks_need_not_gain_a_gap_by_offload():
     # Twelve blocks are estimated; offload gains 0.23 % here, less than the gap, where
     # units take nothing of the program.
@@ -232,6 +234,7 @@ def test_no_cuts_that_were_planned_are_faster(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_a_plan_offloads_where_none_fits_without(tmp_path):
     lowest = least_peak(offload="auto")
     with pytest.raises(InfeasibleBudgetError):
@@ -281,6 +284,7 @@ def test_the_fewest_gpus_are_those_without_offload():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_ranks_have_of_a_link_what_they_share():
     options = {"offload": True, "model": Model(2).to("meta"), "cluster": CLUSTER}
     lowest = least_peak(**options)

@@ -246,6 +246,7 @@ def test_a_process_that_is_a_rank_plans_no_parts():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("traced_in_test")
 def test_parts_save_memory_and_cost_collectives(of_parts):
     with pytest.raises(InfeasibleBudgetError, match="x cp=2 ranks") as caught:
         plan(1000)
