@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -29,12 +30,26 @@ EFFICIENT_ATTENTION_HAS_GQA = TORCH_VERSION >= (2, 14)
 # sdp_utils.cpp; pytorch/pytorch#174245). An H100 ran it with 0.1 under torch 2.11.
 CUDNN_DROPOUT_IN_SIXTEENTHS = TORCH_VERSION >= (2, 12)
 
+# Whether cuBLASLt works in cuBLAS's workspace; before, it had one of its own
+# (`getCUDABlasLtWorkspace` in aten/src/ATen/cuda/CublasHandlePool.cpp;
+# pytorch/pytorch#175879).
+CUBLASLT_SHARES_WORKSPACE = TORCH_VERSION >= (2, 12)
+
 # cuDNN of PyTorch's CUDA wheels, by what they require (nvidia-cudnn-cu12 or -cu13).
 _WHEEL_CUDNN = {10: 91002, 11: 91900, 12: 92000, 13: 92000, 14: 92400, 15: 92600}
 WHEEL_CUDNN = _WHEEL_CUDNN.get(TORCH_VERSION[1], max(_WHEEL_CUDNN.values()))
 
 # `sDPPriorityOrder` of aten/src/ATen/Context.h, until somebody changes it.
 DEFAULT_SDP_ORDER = (1, 2, 0, 3, 4)
+
+
+def cublas_keeps_workspaces() -> bool:
+    """Whether a thread keeps cuBLAS's workspace; since torch 2.15 each call has one.
+
+    `isCUDABlasWorkspaceCachingEnabled` in aten/src/ATen/cuda/CublasHandlePool.cpp.
+    """
+    cache = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE", "").lower()
+    return TORCH_VERSION < (2, 15) or cache in ("1", "on", "yes", "y", "true")
 
 
 def matmuls_are_tf32() -> bool:

@@ -16,7 +16,7 @@ from autosac.costs.timing import (
     blas_bytes,
     measure_ops,
 )
-from autosac.devices.cuda_workspaces import runs_blas
+from autosac.devices.cuda_matmuls import runs_blas
 from autosac.step.op_signatures import Signature
 from autosac.step.tape import Op, Tape
 
@@ -105,6 +105,7 @@ def _library_bytes(
     """What libraries keep for forward's thread and for backward's.
 
     Of an op that could not be measured, cuBLAS's workspace if it is known to have one.
+    In backward a plan may run again what forward ran.
     """
     if device.type != "cuda":
         return ()
@@ -120,6 +121,8 @@ def _library_bytes(
     known_bytes = blas_bytes(device) if unmeasured else 0
     for is_backward in unmeasured:
         kept[is_backward] = max(kept[is_backward], known_bytes)
+    if kept[True]:
+        kept[True] = max(kept.values())
     return tuple(num_bytes for num_bytes in kept.values() if num_bytes)
 
 

@@ -1,14 +1,13 @@
 """Memory that CUDA kernels allocate for themselves, where none can be measured.
 
 Sources are files of PyTorch below aten/src/ATen/native, as of torch 2.10 and of main in
-2026; for convolutions see `cuda_convolutions`, for sums `cuda_reductions`. Not
-modelled: split-key buffers of attention for few heads, scan and radix-sort buffers of
-CUB, and partial results of norms (all small).
+2026; for convolutions see `cuda_convolutions`, for sums `cuda_reductions`, for matrix
+products `cuda_matmuls`. Not modelled: split-key buffers of attention for few heads,
+scan and radix-sort buffers of CUB, and partial results of norms (all small).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,26 +15,9 @@ from typing import Any
 import torch
 
 from autosac import _compat, _compat_gpu
-from autosac.devices import cuda_convolutions, cuda_reductions
+from autosac.devices import cuda_convolutions, cuda_matmuls, cuda_reductions
 from autosac.devices.specs import DeviceSpec
 
-_BLAS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "mm.default",
-        "addmm.default",
-        "bmm.default",
-        "baddbmm.default",
-        "addbmm.default",
-        "mv.default",
-        "addmv.default",
-        "dot.default",
-        "vdot.default",
-        "_addmm_activation.default",
-        "_trilinear.default",
-        "_euclidean_dist.default",
-    )
-)
 _SUMS = [
     f"aten.{name}"
     for name in ("sum.dim_IntList", "sum.default", "mean.dim", "mean.default")
@@ -43,31 +25,13 @@ _SUMS = [
 _HALF = (torch.float16, torch.bfloat16)
 
 
-@functools.cache
-def runs_blas(func: Any) -> bool:
-    """Whether an op is one that calls cuBLAS, itself or inside its kernel."""
-    return str(func) in _BLAS
-
-
-def blas_bytes(device: DeviceSpec) -> int:
-    """Workspace that cuBLAS gets per thread and stream, and keeps for good.
-
-    The thread of forward and optimizer and that of backward hold one each; cuBLASLt
-    shares it. `CUBLAS_WORKSPACE_CONFIG` is not looked at. Source:
-    `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB on
-    compute capability 9, 10 and 12, else ``:4096:2:16:8``; on AMD GPUs 128 MiB on
-    gfx94x (MI300) and 32 MiB on others.
-    """
-    if device.vendor == "amd":
-        return (128 if device.name.startswith("mi3") else 32) * 2**20
-    major = (device.compute_capability or (0, 0))[0]
-    return 32 * 2**20 if major in (9, 10, 12) else (2 * 4096 + 8 * 16) * 2**10
-
-
 def op_bytes(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], device: DeviceSpec
 ) -> int:
     """Bytes that a call allocates and frees inside its kernel; 0 if none is known."""
+    product_bytes = cuda_matmuls.temporary_bytes(func, args, kwargs, device)
+    if product_bytes:
+        return device.allocated_bytes(product_bytes)
     name = str(func)
     own = _ON_NVIDIA.get(name) if device.vendor == "nvidia" else None
     formula = _FORMULAS.get(name)

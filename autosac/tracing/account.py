@@ -13,7 +13,7 @@ import torch
 
 from autosac import _compat
 from autosac._compat_distributed import local
-from autosac.devices import cuda_workspaces
+from autosac.devices.cuda_matmuls import Library, kept_blocks
 from autosac.devices.specs import DeviceSpec
 from autosac.quantities import rounded_up
 from autosac.step.tape import Storage
@@ -228,21 +228,28 @@ class Account:
 
 
 def blas_storages(
-    target: DeviceSpec | None, phases: set[str], end: int
+    target: DeviceSpec | None, products: set[tuple[str, Library]], end: int
 ) -> tuple[Storage, ...]:
     """What the threads that run matrix products hold all the time.
 
     Args:
         target: The GPU that tensors stand for.
-        phases: In which there are such products.
+        products: Phases in which there are such products, and what ran them.
         end: Last tick of the step.
     """
     if target is None:
         return ()
-    nbytes = target.allocated_bytes(cuda_workspaces.blas_bytes(target))
-    storage = Storage(nbytes=nbytes, category="workspace", born=0, died=end)
-    threads = {phase == "backward" for phase in phases}
-    return (storage,) * len(threads)
+    backward = {library for phase, library in products if phase == "backward"}
+    forward = {library for phase, library in products if phase != "backward"}
+    return tuple(
+        Storage(
+            nbytes=target.allocated_bytes(nbytes),
+            category="workspace",
+            born=0,
+            died=end,
+        )
+        for nbytes in kept_blocks(target, forward, backward)
+    )
 
 
 def _following_each_other(items: list[int], ticks: list[int]) -> list[list[int]]:

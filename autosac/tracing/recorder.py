@@ -14,7 +14,7 @@ import torch
 
 from autosac import _compat, _compat_autograd, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed, unwrapped
-from autosac.devices import cuda_workspaces
+from autosac.devices.cuda_matmuls import Library, library_of, runs_blas
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import TraceError
 from autosac.fake_tensors.foreach import run_distinct
@@ -88,7 +88,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.only_storages = only_storages
         self.target = target
         self._costs = partial(costs, device_type=device_type, target=target)
-        self.blas_phases: set[str] = set()
+        self.products: set[tuple[str, Library]] = set()
         self.tree = module_tree(model)
         self.muted = self.answers_zero = False
         self.phase = "forward"
@@ -161,7 +161,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         )
         return Tape(
             modules=self.tree,
-            storages=storages + blas_storages(self.target, self.blas_phases, end),
+            storages=storages + blas_storages(self.target, self.products, end),
             ops=tuple(self.ops),
             saved=tuple(saved.finished(end) for saved in self.saved),
             calls=tuple(call.finished() for call in self.calls),
@@ -203,7 +203,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         reads = self._indices(read, 0, "input", strided=strided)
         call, out = self._run(key, func, args, kwargs, inputs)
         if self.target is not None or func is _HOST_SEEDS:
-            self._note_gpu(func, inputs, out)
+            self._note_gpu(func, args, kwargs, inputs, out)
         born = self.tick()
         outputs = [out] if isinstance(out, torch.Tensor) else list(tensors_in(out))
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
@@ -222,10 +222,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
             self.copies.forget(writes)
             spent = VIEW
             if creates or writes:
-                spent = call.facts.costs or costs(
-                    *(func, args, kwargs, inputs + outputs, out),
-                    device_type=self.device_type,
-                    target=self.target,
+                spent = call.facts.costs or self._costs(
+                    func, args, kwargs, inputs + outputs, out
                 )
                 call.facts.costs = spent
             decides = creates if call.facts.finds else ()
@@ -295,15 +293,17 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if shape is not None:
             raise TraceError(bypasses(func, self.phase, shape))
 
-    def _note_gpu(self, func: Any, inputs: list[torch.Tensor], out: Any) -> None:
+    def _note_gpu(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor], out: Any
+    ) -> None:
         """Note what an op does otherwise on the GPU that the tensors stand for."""
         if func is _HOST_SEEDS:
             self.exempt(out[2:])
         # What is computed from CPU scalars alone stays on the CPU.
         if self.phase == "optimizer" and (func is _LITERAL or self.are_exempt(inputs)):
             self.exempt(tensors_in((out,)))
-        if cuda_workspaces.runs_blas(func):
-            self.blas_phases.add(self.phase)
+        if runs_blas(func):
+            self.products.add((self.phase, library_of(func, args, kwargs)))
 
     def _unrecorded(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op that a real step does not."""
