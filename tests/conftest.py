@@ -12,6 +12,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import autosac  # noqa: F401  # before the session starts
+from autosac import _compat_gpu
 from tests import examples
 
 
@@ -99,6 +100,14 @@ def one_thread_throughout():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="module")
+def kept_workspaces():
+    """Matrix products keep their workspaces on a GPU, as until torch 2.14."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_compat_gpu, "cublas_keeps_workspaces", lambda: True)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

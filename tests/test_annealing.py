@@ -7,7 +7,7 @@ from tests.models import GPT
 
 
 def test_a_dear_choice_leads_to_a_cheaper_one_that_fits_and_always_to_the_same(
-    monkeypatch,
+    monkeypatch, kept_workspaces
 ):
     with torch.device("meta"):
         model = GPT(num_layers=2, width=256, num_heads=4, vocabulary=500, length=300)

@@ -18,6 +18,7 @@ from autosac.units.curves import kept, trade_off
 from tests.busy import alone_and_in_turns
 from tests.models import CASES, SMALL_GPT, Case
 
+pytestmark = pytest.mark.usefixtures("kept_workspaces")
 _FRACTIONS = (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.97)
 _SETTINGS = {
     "cpu": {},

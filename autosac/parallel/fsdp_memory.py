@@ -52,13 +52,15 @@ from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
 from autosac.parallel.fsdp_schedule import Hook, Schedule
+from autosac.parallel.rank_blocks import excess_bytes, whole_sizes
 from autosac.parallel.sharding import (
     Sharding,
+    check_ac_units,
     chunk_numel,
     owned_parameters,
-    unit_around,
 )
 from autosac.profiles.profile import Profile
+from autosac.simulation.allocator_steps import FirstStep, first_step
 from autosac.simulation.simulator import Simulator
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import CATEGORIES, IntArray, Tape
@@ -203,7 +205,7 @@ class RankSimulator:
                 f" {sharding.shard_degree}."
             )
         sharded = self._shard(sharding)
-        _check_ac_units(sharding, chosen)
+        check_ac_units(sharding, chosen)
         base = self.simulator.ledger(chosen, workspaces=workspaces)
         num_storages = len(self.tape.storages)
         nbytes = base.nbytes.copy()
@@ -221,6 +223,9 @@ class RankSimulator:
             constant_bytes=base.constant_bytes,
             stream=np.concatenate([np.zeros_like(base.born), sharded.stream]),
         )
+        if workspaces and not self.how.on_cpu:
+            left_over = excess_bytes(ledger, self._first_step, self._whole_sizes)
+            ledger = replace(ledger, constant_bytes=base.constant_bytes + left_over)
         timeline = ledger.timeline()
         return RankTimeline(
             keys=timeline.keys,
@@ -293,6 +298,14 @@ class RankSimulator:
                 )
             )
         return tuple(groups)
+
+    @cached_property
+    def _first_step(self) -> FirstStep:
+        return first_step(self.tape, self.simulator.span * PLACES)
+
+    @cached_property
+    def _whole_sizes(self) -> IntArray:
+        return whole_sizes(self.tape, self.profile.device.memory_bytes)
 
     @cached_property
     def _undivided(self) -> dict[int, int]:
@@ -471,28 +484,4 @@ def _check_step(profile: Profile) -> None:
                 f" parameter `{parameter.fqns[0]}` of shape {parameter.shape}; it is"
                 " not known how that is sharded. Use an optimizer whose state is shaped"
                 " like its parameters."
-            )
-
-
-def _check_ac_units(sharding: Sharding, chosen: Mapping[Unit, Policy]) -> None:
-    """Refuse AC units whose rerun would meet parameters that are not gathered."""
-    fqns = {unit.fqn: unit for unit in sharding.units}
-    for unit in chosen:
-        names = [call.fqn for call in unit.calls]
-        for name in names:
-            inner = [fqn for fqn in fqns if fqn.startswith(f"{name}.")]
-            if inner:
-                raise ValueError(
-                    f"AC unit `{name}` lies around FSDP unit `{inner[0]}`: a rerun"
-                    " would gather its parameters anew. Choose AC units that are FSDP"
-                    " units or lie inside one."
-                )
-        around = [unit.around] if unit.around else []
-        owners = {unit_around(name, fqns) for name in [*names, *around]}
-        if len(owners) > 1:
-            raise ValueError(
-                f"The chain of AC units {', '.join(names)} reaches over FSDP units"
-                f" {', '.join(sorted(owners))}, whose parameters are not gathered at"
-                " the same time. Make a module around the chain the FSDP unit, or use"
-                " plain AC units."
             )

@@ -18,6 +18,7 @@ from math import prod
 from autosac.errors import UnsupportedError
 from autosac.step.modules import ModuleTree
 from autosac.step.tape import Parameter, Tape
+from autosac.units.unit import Unit
 
 # Bytes of one element of the types that a mixed-precision policy may name.
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -256,3 +257,31 @@ def _check_dtypes(fqn: str, parameters: list[Parameter]) -> None:
             f" {' and '.join(dtypes)}; FSDP2 wants one type per unit. Make the modules"
             " of one type units of their own."
         )
+
+
+def check_ac_units(sharding: Sharding, chosen: Iterable[Unit]) -> None:
+    """Refuse AC units whose rerun would meet parameters that are not gathered.
+
+    Raises:
+        ValueError: Names the unit.
+    """
+    fqns = {unit.fqn: unit for unit in sharding.units}
+    for unit in chosen:
+        names = [call.fqn for call in unit.calls]
+        for name in names:
+            inner = [fqn for fqn in fqns if fqn.startswith(f"{name}.")]
+            if inner:
+                raise ValueError(
+                    f"AC unit `{name}` lies around FSDP unit `{inner[0]}`: a rerun"
+                    " would gather its parameters anew. Choose AC units that are FSDP"
+                    " units or lie inside one."
+                )
+        around = [unit.around] if unit.around else []
+        owners = {unit_around(name, fqns) for name in [*names, *around]}
+        if len(owners) > 1:
+            raise ValueError(
+                f"The chain of AC units {', '.join(names)} reaches over FSDP units"
+                f" {', '.join(sorted(owners))}, whose parameters are not gathered at"
+                " the same time. Make a module around the chain the FSDP unit, or use"
+                " plain AC units."
+            )

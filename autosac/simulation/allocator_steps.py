@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.simulation.caching_allocator import (
+    SMALL_BYTES,
     CachingAllocator,
     small_block_bytes,
 )
@@ -134,21 +135,30 @@ def handed_out(
     *,
     first: FirstStep | None = None,
     settings: AllocatorSettings = _DEFAULT,
+    gone: IntArray | None = None,
 ) -> list[HandedOut]:
     """What the allocator hands out in the first steps of a training.
 
     As `replay` finds it, in less time: small requests have segments of their own, in
     which a block is as large as the request, rounded up, so that they add up. Only
     large ones are replayed, until a step reserves nothing more for them.
+
+    Args:
+        step: As `replay`.
+        first: As `replay`.
+        settings: Of the allocator and the program.
+        gone: Sizes of what was there before, and left free blocks.
     """
+    gone = np.array([], dtype=np.int64) if gone is None else gone
+    nbytes = np.append(step.nbytes, gone[gone > SMALL_BYTES])
     small_bytes = small_block_bytes(step.nbytes)
     if settings.garbage_collection_threshold is not None:
         small_bytes[:] = 0  # what goes depends on all that is reserved
-    blocks: _Blocks = _Requests(
-        step.nbytes.tolist(), CachingAllocator(settings=settings)
-    )
+    blocks: _Blocks = _Requests(nbytes.tolist(), CachingAllocator(settings=settings))
     if replace(settings, state_is_loaded=False) == _DEFAULT:
-        blocks = LargeBlocks.of(step.nbytes)
+        blocks = LargeBlocks.of(nbytes)
+    before = range(len(step.nbytes), len(nbytes))
+    blocks.play([*before, *(~index for index in before)])
     return _play(step, first, settings, blocks, small_bytes)
 
 

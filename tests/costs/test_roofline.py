@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import autosac
-from autosac import _compat_gpu
 from autosac.costs.roofline import call_ms
 from autosac.devices.specs import KNOWN_DEVICES, device_spec
 
@@ -44,9 +43,8 @@ def test_an_op_of_the_cpu_takes_as_long_as_the_slower_of_flops_and_memory():
 
 
 @pytest.fixture
-def blocks(monkeypatch):
+def blocks(kept_workspaces):
     """Three equal blocks, traced for an H100."""
-    monkeypatch.setattr(_compat_gpu, "cublas_keeps_workspaces", lambda: True)
     layers = [
         nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
         for _ in range(3)

@@ -124,8 +124,7 @@ def test_blocks_are_multiples_of_512_bytes():
     assert any(s.nbytes % 512 for s in traced.tape.storages)
 
 
-def test_counts_what_backward_kernels_allocate(monkeypatch):
-    monkeypatch.setattr(_compat_gpu, "cublas_keeps_workspaces", lambda: True)
+def test_counts_what_backward_kernels_allocate(kept_workspaces):
     model = nn.Sequential(nn.Embedding(1000, 64), Attention(64, 4)).bfloat16()
     traced = profile(model, torch.zeros(2, 2048, dtype=torch.long), device=A100)
     work = {

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import autosac
-from autosac import _compat_gpu
 from autosac.planning.make_plan import lowest
 from autosac.profiles import memory_history
 from autosac.step.tape import CATEGORIES
@@ -131,8 +130,7 @@ def test_what_lives_from_step_to_step_is_what_pytorch_has():
     assert breakdown["input"] == x.nbytes
 
 
-def test_blocks_of_libraries_and_kernels_are_workspaces(monkeypatch):
-    monkeypatch.setattr(_compat_gpu, "cublas_keeps_workspaces", lambda: True)
+def test_blocks_of_libraries_and_kernels_are_workspaces(kept_workspaces):
     model, x = CASES["mlp"].model(), CASES["mlp"].inputs()
     estimate = autosac.estimate(model, x, device="h100")
 

@@ -93,7 +93,7 @@ def test_nothing_is_added_on_a_cpu():
 
 
 @pytest.fixture(scope="module")
-def profile():
+def profile(kept_workspaces):
     with torch.device("meta"):
         model = GPT(num_layers=3, width=576, num_heads=9, vocabulary=500, length=350)
     return autosac.profile(
