@@ -52,7 +52,11 @@ from autosac.errors import UnsupportedError
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
 from autosac.parallel.fsdp_schedule import Hook, Schedule
-from autosac.parallel.rank_blocks import excess_bytes, whole_sizes
+from autosac.parallel.rank_blocks import (
+    excess_bytes,
+    reserved_bytes,
+    whole_sizes,
+)
 from autosac.parallel.sharding import (
     Sharding,
     check_ac_units,
@@ -149,6 +153,15 @@ class RankSimulator:
     ) -> int:
         """Peak of the rank whose peak is highest, which is the first one."""
         return self.timeline(sharding, chosen).peak_bytes
+
+    def reserved_bytes(
+        self, sharding: Sharding, chosen: Mapping[Unit, Policy]
+    ) -> int | None:
+        """What the allocator of a GPU reserves for that rank; None on the CPU."""
+        if self.how.on_cpu:
+            return None
+        ledger = self.timeline(sharding, chosen).ledger
+        return reserved_bytes(ledger, self._first_step, self._whole_sizes)
 
     def late_bytes(self, sharding: Sharding) -> int:
         """What a step may take beyond its peak when threads of gloo are slow.

@@ -34,10 +34,6 @@ _FORMAT_VERSION = 2
 
 
 # What an H200 showed (docs/gpus.md, "Ranks of many GPUs").
-_ON_GPUS = (
-    "PyTorch's hands out up to 1 % more than is asked for, and keeps memory of other"
-    " streams besides: leave 10 to 30 % of small ranks' GPUs free"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +88,8 @@ class ParallelPlan(Summarized):
             recomputed instead of saved.
         op_policies: What happens to every op of each AC unit.
         budget_bytes: The cap on the peak of a rank.
-        peak_bytes: Predicted peak of the rank whose peak is highest, simulated.
+        peak_bytes: Predicted peak of the rank whose peak is highest, simulated; on a
+            GPU of what PyTorch's allocator hands out.
         late_bytes: What a rank may take beyond that while slow threads of gloo still
             hold what they have sent; 0 on a GPU. The cap holds for both together.
         composition: Bytes alive at that peak per category.
@@ -119,6 +116,8 @@ class ParallelPlan(Summarized):
         exposed_copies_ms: what of `recompute_ms` it waits for copies,
         offload_dir: and directory of the CPU's far memory; None for the system's
             temporary one.
+        reserved_bytes: What PyTorch's allocator reserves if nothing stops it, about;
+            None on the CPU and where it is not known.
     """
 
     sharding: Sharding
@@ -146,6 +145,7 @@ class ParallelPlan(Summarized):
     offloaded_bytes: int = 0
     exposed_copies_ms: float = 0.0
     offload_dir: str | None = None
+    reserved_bytes: int | None = None
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -346,8 +346,11 @@ class ParallelPlan(Summarized):
                 " sharding degree",
             ),
         ]
-        if self.device != "cpu":
-            facts.append(("allocator", _ON_GPUS))
+        if self.reserved_bytes is not None:
+            reserved = format_bytes(self.reserved_bytes)
+            facts.append(
+                ("reserved", f"about {reserved} where there is room, predicted")
+            )
         if self.optimality_gap > LARGE_GAP:
             gap = f"up to {self.optimality_gap:.1%} of the step may be avoidable"
             way_out = "plan with `time_limit_s`=60 to search longer"

@@ -259,6 +259,7 @@ def _as_plan(race: _Race, best: SimulatedChoice) -> ParallelPlan:
         budget_bytes=race.budget_bytes,
         peak_bytes=best.peak_bytes,
         late_bytes=best.late_bytes,
+        reserved_bytes=form.ranks.reserved_bytes(best.sharding, best.chosen),
         composition=form.ranks.timeline(best.sharding, best.chosen).composition,
         compute_ms=best.step.compute_ms - recompute_ms,
         recompute_ms=recompute_ms,

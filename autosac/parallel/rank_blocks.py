@@ -12,7 +12,12 @@ from math import prod
 
 import numpy as np
 
-from autosac.simulation.allocator_steps import FirstStep, HandedOut, handed_out
+from autosac.simulation.allocator_steps import (
+    FirstStep,
+    HandedOut,
+    handed_out,
+    replay,
+)
 from autosac.step.ledger import Ledger
 from autosac.step.tape import IntArray, Tape
 
@@ -32,6 +37,13 @@ def excess_bytes(ledger: Ledger, first: FirstStep, whole: IntArray) -> int:
     steps = zip(*(own + own[-1:] * (number - len(own)) for own in played), strict=True)
     peak_bytes = max(_peak_bytes(streams) for streams in steps)
     return peak_bytes + ledger.constant_bytes - ledger.timeline().peak_bytes
+
+
+def reserved_bytes(ledger: Ledger, first: FirstStep, whole: IntArray) -> int:
+    """What is reserved if nothing stops it; arguments as of `excess_bytes`."""
+    own, *others = ledger.by_stream()
+    replays = [replay(own, first=first, gone=whole), *map(replay, others)]
+    return sum(allocator.peak_reserved_bytes for allocator in replays)
 
 
 def _peak_bytes(streams: tuple[HandedOut, ...]) -> int:

@@ -106,7 +106,8 @@ def block_bytes(
 ) -> IntArray:
     """Size of the block that each allocation of a step gets in the end; 0 for none."""
     blocks = _Requests(step.nbytes.tolist(), CachingAllocator(settings=settings))
-    _play(step, first, settings, blocks, np.zeros_like(step.nbytes))
+    none_small = np.zeros_like(step.nbytes)
+    _play(step, first, settings, blocks, none_small, len(step.nbytes))
     return np.array(blocks.sizes, dtype=np.int64)
 
 
@@ -149,17 +150,23 @@ def handed_out(
         settings: Of the allocator and the program.
         gone: Sizes of what was there before, and left free blocks.
     """
-    gone = np.array([], dtype=np.int64) if gone is None else gone
-    nbytes = np.append(step.nbytes, gone[gone > SMALL_BYTES])
+    nbytes = _with_gone(step, gone)
     small_bytes = small_block_bytes(step.nbytes)
     if settings.garbage_collection_threshold is not None:
         small_bytes[:] = 0  # what goes depends on all that is reserved
     blocks: _Blocks = _Requests(nbytes.tolist(), CachingAllocator(settings=settings))
     if replace(settings, state_is_loaded=False) == _DEFAULT:
         blocks = LargeBlocks.of(nbytes)
-    before = range(len(step.nbytes), len(nbytes))
-    blocks.play([*before, *(~index for index in before)])
-    return _play(step, first, settings, blocks, small_bytes)
+    return _play(step, first, settings, blocks, small_bytes, len(nbytes))
+
+
+def _with_gone(step: Ledger, gone: IntArray | None) -> IntArray:
+    """Sizes of requests: those of a step, then large ones that were there before."""
+    return (
+        step.nbytes
+        if gone is None
+        else np.append(step.nbytes, gone[gone > SMALL_BYTES])
+    )
 
 
 def replay(
@@ -169,6 +176,7 @@ def replay(
     settings: AllocatorSettings = _DEFAULT,
     capacity_bytes: int | None = None,
     steps: list[HandedOut] | None = None,
+    gone: IntArray | None = None,
 ) -> CachingAllocator:
     """What the allocator does in the first steps of a training.
 
@@ -182,6 +190,7 @@ def replay(
         settings: Of the allocator and the program.
         capacity_bytes: Most that can be reserved; None for no limit.
         steps: Takes what is handed out during each step.
+        gone: Sizes of what was there before, and left free blocks.
 
     Returns:
         The allocator after the last step.
@@ -190,8 +199,10 @@ def replay(
         OutOfMemory: The steps do not fit the capacity.
     """
     allocator = CachingAllocator(capacity_bytes, settings)
-    blocks = _Requests(step.nbytes.tolist(), allocator)
-    played = _play(step, first, settings, blocks, np.zeros_like(step.nbytes))
+    nbytes = _with_gone(step, gone)
+    blocks = _Requests(nbytes.tolist(), allocator)
+    none_small = np.zeros_like(step.nbytes)
+    played = _play(step, first, settings, blocks, none_small, len(nbytes))
     if steps is not None:
         steps += played
     return allocator
@@ -261,6 +272,7 @@ def _play(
     settings: AllocatorSettings,
     blocks: _Blocks,
     small_bytes: IntArray,
+    num_requests: int,
 ) -> list[HandedOut]:
     """Play steps until one reserves nothing more: see `replay`.
 
@@ -270,7 +282,10 @@ def _play(
         settings: When there is state before the first one.
         blocks: Gives blocks to those that are not small.
         small_bytes: Sizes of the blocks of those that are, which add up; 0 for others.
+        num_requests: Those of the step, and behind them what was there before.
     """
+    before = range(len(step.nbytes), num_requests)
+    blocks.play([*before, *(~index for index in before)])
     is_old = (step.nbytes > 0) & (step.died > step.born) & (step.born <= 0)
     old = np.flatnonzero(is_old & (small_bytes == 0)).tolist()
     born = {} if first is None else _born(first, settings)
