@@ -12,7 +12,9 @@ it.
 A step takes as long as its slowest stage works and waits: for the first micro-batch to
 go on through all stages behind it and back, and for the last one to go back through
 those before. Of p stages under 1F1B the first goes forward with p micro-batches by
-then, under GPipe with all.
+then, under GPipe with all. On its way the first micro-batch waits in each stage until
+parameters are gathered, and the first stage, the last one that is done, reduces
+gradients.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ class _Behind(NamedTuple):
 
     Attributes:
         last_ms: Until all micro-batches went through them, if they come at once.
-        one_ms: One micro-batch, through all of them.
+        one_ms: The first micro-batch, through all of them.
         busy_ms: Others, in the slowest of them, as `Cutting._busy_ms` says.
     """
 
@@ -77,6 +79,8 @@ class Cutting:
         block_ms: Forward and backward of each block, nothing recomputed: no more than
             what it takes in a stage.
         forward_ms: Forward of it alone.
+        sharding_ms: What each block takes at least to be gathered, and its gradients to
+            be reduced; nothing if left out.
         cuts: Blocks that a stage may begin with, besides the first.
         times_of: Says what a stage takes.
         relative_gap: Another cutting must be faster by more.
@@ -93,6 +97,7 @@ class Cutting:
     cuts: Sequence[int]
     times_of: TimesOf
     relative_gap: float
+    sharding_ms: Sequence[tuple[float, float]] | None = None
     handed_bytes: Sequence[int] | None = None
     best_ms: float = inf
     starts: tuple[int, ...] = ()
@@ -100,6 +105,7 @@ class Cutting:
     _place_of: dict[int, int] = field(init=False)
     _least: list[_Array] = field(init=False)
     _hidden: list[int] = field(init=False)  # forwards of each stage, see `_busy_ms`
+    _first_of_last: int = field(init=False)  # forwards of the last one in its first go
     _suffix: list[_Behind] | None = field(init=False, default=None)
     _known: dict[tuple[int, int, int], StageTimes | None] = field(
         init=False, default_factory=dict
@@ -108,11 +114,13 @@ class Cutting:
 
     def __post_init__(self) -> None:
         size, last = len(self.block_ms), self.schedule.num_stages - 1
-        until = np.array([0.0, *accumulate(self.block_ms)])
-        self._plain = until[None, :] - until[:, None]  # of blocks between two places
-        until = np.array([0.0, *accumulate(self.forward_ms)])
-        self._forward = until[None, :] - until[:, None]
+        self._plain = _between(self.block_ms)
+        self._forward = _between(self.forward_ms)
+        sharding_ms = self.sharding_ms or [(0.0, 0.0)] * size
+        self._gather = _between([gather_ms for gather_ms, _ in sharding_ms])
+        self._reduce = _between([reduce_ms for _, reduce_ms in sharding_ms])
         in_flight = [self.schedule.most_in_flight(s) for s in range(last + 1)]
+        self._first_of_last = in_flight[-1]
         self._hidden = [number - in_flight[-1] for number in in_flight]
         self._handed = np.array(self.handed_bytes or [0] * (size + 1))
         may_begin = np.isin(np.arange(size + 1), [0, *self.cuts])
@@ -218,6 +226,7 @@ class Cutting:
         for index in range(self.schedule.num_stages):
             least, behind = self._least[index][first], self._behind()[index + 1]
             bounds = np.maximum(number * least, least + behind.last_ms)
+            bounds += self._gather[first]
             end = int(bounds.argmin())
             if self._is_lost(bounds[end]):
                 return []
@@ -279,15 +288,27 @@ class Cutting:
             known_ms = max(known_ms, before_ms + own.gather_ms + number * own_ms)
             busy_ms = max(busy_ms, self._busy_ms(stage, own_ms, own.forward_ms))
             before_ms += own.gather_ms + own_ms + 2 * own.send_ms
-            through_ms += own_ms + 2 * own.send_ms  # of one that need not gather
+            through_ms += own_ms + 2 * own.send_ms
+            through_ms += own.gather_ms * self._first_comes_back
         least, behind = self._least[index][first], self._behind()[index + 1]
-        rest: _Array = before_ms + np.maximum(number * least, least + behind.last_ms)
+        gather_ms = self._gather[first]
+        last_ms = np.maximum(number * least, least + behind.last_ms)
+        rest: _Array = before_ms + gather_ms + last_ms
         own_busy_ms = self._busy_ms(index, least, self._forward[first])
         busy = np.maximum(np.maximum(busy_ms, own_busy_ms), behind.busy_ms)
-        rest = np.maximum(rest, through_ms + least + behind.one_ms + busy)
-        optimizer_ms = times[0].optimizer_ms if times else 0.0
+        one_ms = gather_ms * self._first_comes_back + least + behind.one_ms
+        rest = np.maximum(rest, through_ms + one_ms + busy)
+        optimizer_ms = times[0].optimizer_ms if times else self._reduce[first]
         bounds: _Array = optimizer_ms + np.maximum(known_ms, rest)
         return bounds
+
+    @property
+    def _first_comes_back(self) -> bool:
+        """Whether the first micro-batch comes back before the last one has gone on.
+
+        Else other forwards may go on while stages behind are gathered.
+        """
+        return self.schedule.is_looped or self._first_of_last == 1
 
     def _busy_ms(self, stage: int, own_ms: _Times, forward_ms: _Times) -> _Times:
         """What a stage does at least besides one micro-batch, while that does not wait.
@@ -316,9 +337,11 @@ class Cutting:
             number = self.schedule.num_micro_batches
             for index, least in reversed(list(enumerate(self._least))):
                 busy_ms = self._busy_ms(index, least, self._forward)
+                last_ms = np.maximum(number * least, least + behind.last_ms)
+                one_ms = self._gather * self._first_comes_back + least
                 behind = _Behind(
-                    np.maximum(number * least, least + behind.last_ms).min(axis=1),
-                    (least + behind.one_ms).min(axis=1),
+                    (self._gather + last_ms).min(axis=1),
+                    (one_ms + behind.one_ms).min(axis=1),
                     np.maximum(busy_ms, behind.busy_ms).min(axis=1),
                 )
                 self._suffix.insert(0, behind)
@@ -344,6 +367,13 @@ class Cutting:
             part = self._least[other][: first + 1, end:]
             np.maximum(part, larger[: first + 1, end:], out=part, where=no_less)
         self._suffix = None
+
+
+def _between(values: Sequence[float]) -> _Array:
+    """Sums over the blocks from each place to before each other one."""
+    until = np.array([0.0, *accumulate(values)])
+    sums: _Array = until[None, :] - until[:, None]
+    return sums
 
 
 def lowest_cut(

@@ -57,11 +57,12 @@ from autosac.pipelines.stage_steps import (
 )
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile
+from autosac.step.tape import Parameter
 
 _T = TypeVar("_T")
 _MODEL_PHASES = ("forward", "loss", "backward")
 # What is worked out however many ranks share parameters.
-_OF_ANY = ("chain", "cuts", "blocks", "whole", "block_ms", "forward_ms", "shares")
+_OF_ANY = ("chain", "cuts", "blocks", "whole", "block_ms", "forward_ms", "units")
 _RANK_BYTES = 4  # of `DeviceMesh.mesh`
 
 
@@ -304,13 +305,39 @@ class MicroBatch:
 
         Parameters, their gradients, and the optimizer's state.
         """
+        kept = [sum(map(self.parallel.least_bytes, own)) for own in self._parameters]
+        return sum(self._expanded(kept))
+
+    @property
+    def _parameters(self) -> list[list[Parameter]]:
+        """Those of each of the traced blocks; shared ones of the last one."""
         fqns = list(self.chain)
         traced = [fqns[i] for i in self._traced_blocks]
-        kept = [0] * len(traced)
+        parameters: list[list[Parameter]] = [[] for _ in traced]
         for own in self.whole.tape.parameters:
             around = (i for i, fqn in enumerate(traced) if own.fqns[0].startswith(fqn))
-            kept[max(around)] += self.parallel.least_bytes(own)
-        return sum(self._expanded(kept))
+            parameters[max(around)].append(own)
+        return parameters
+
+    @cached_property
+    def units(self) -> frozenset[str]:
+        """Blocks that are FSDP units of any stage."""
+        return frozenset(stage_units(Stage(self.model, list(self.chain))))
+
+    @cached_property
+    def least_sharding_ms(self) -> list[tuple[float, float]]:
+        """What FSDP2 takes at least to gather each block and to reduce its gradients.
+
+        Nothing is known of those that share parameters with others.
+        """
+        if self.parallel.degree == 1:
+            return [(0.0, 0.0)] * len(self.chain)
+        assert self.cluster is not None
+        of, place = self.parallel.least_exchange_ms, (self.cluster, self.tensor.degree)
+        times = self._expanded([of(*place, own) for own in self._parameters])
+        pairs = zip(self.chain, times, strict=True)
+        units = (self.undivided or self).units
+        return [own if fqn in units else (0.0, 0.0) for fqn, own in pairs]
 
     def received(self, first: int) -> Passed:
         """What a stage gets that begins with a block."""
@@ -384,7 +411,8 @@ class MicroBatch:
         ):
             new._traced, new._calls = self._traced, self._calls
             known = vars(self)
-            vars(new).update({name: known[name] for name in _OF_ANY if name in known})
+            own_names = (*_OF_ANY, "shares")
+            vars(new).update({name: known[name] for name in own_names if name in known})
         return new
 
     def first_like(self, blocks: tuple[int, ...]) -> tuple[int, ...]:

@@ -200,6 +200,7 @@ class Race:
             schedule=self.schedule,
             block_ms=self.micro_batch.block_ms,
             forward_ms=self.micro_batch.forward_ms,
+            sharding_ms=self.micro_batch.least_sharding_ms,
             cuts=self.micro_batch.cuts,
             times_of=self._guessed_times,
             relative_gap=self.gap,

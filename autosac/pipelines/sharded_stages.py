@@ -131,6 +131,45 @@ class DataParallel:
         whole_bytes = number * (itemsizes[0] + itemsizes[1] * own.trained)
         return shard_bytes // self.shard_degree + whole_bytes
 
+    def least_exchange_ms(
+        self, cluster: ClusterSpec, inside: int, parameters: Sequence[Parameter]
+    ) -> tuple[float, float]:
+        """Times in which a unit of some parameters is gathered and reduced, at least.
+
+        Args:
+            cluster: As in `groups`,
+            inside: likewise.
+            parameters: All of the unit.
+        """
+        sharding, gathered, reduced = self.sharding([]), 0, 0
+        for own in parameters:
+            number = math.prod(own.shape)
+            gathered += number * sharding.gathered_itemsize(own)
+            if own.gradient is not None:
+                reduced += number * sharding.reduced_itemsize(own)
+        nbytes = gathered, reduced, reduced // self.shard_degree
+        return self.exchange_ms(cluster, inside, nbytes)
+
+    def exchange_ms(
+        self, cluster: ClusterSpec, inside: int, nbytes: tuple[int, int, int]
+    ) -> tuple[float, float]:
+        """Times in which a unit is gathered, and its gradients are reduced.
+
+        Args:
+            cluster: As in `groups`,
+            inside: likewise.
+            nbytes: What is gathered, reduced, and left of that on a rank.
+        """
+        shards, replicas = self.groups(cluster, inside)
+
+        def ms(collective: Collective, ranks: Group, own_bytes: int) -> float:
+            return cluster.cost(collective, ranks, own_bytes).ms(own_bytes)
+
+        gathered, reduced, left = nbytes
+        reduce_ms = ms("reduce_scatter", shards, reduced)
+        reduce_ms += ms("all_reduce", replicas, left)
+        return ms("all_gather", shards, gathered), reduce_ms
+
     def groups(self, cluster: ClusterSpec, inside: int) -> tuple[Group, Group]:
         """Ranks that share parameters, and those that hold the same ones.
 
@@ -265,14 +304,9 @@ class ShardedStage:
             cluster: As in `DataParallel.groups`,
             inside: likewise.
         """
-        shards, replicas = self.parallel.groups(cluster, inside)
-
-        def ms(collective: Collective, ranks: Group, nbytes: int) -> float:
-            return cluster.cost(collective, ranks, nbytes).ms(nbytes) if nbytes else 0.0
-
         gather_ms = reduce_ms = 0.0
-        for group in self._groups:
-            gather_ms += ms("all_gather", shards, group.gathered_bytes)
-            reduce_ms += ms("reduce_scatter", shards, group.reduced_bytes)
-            reduce_ms += ms("all_reduce", replicas, group.output_bytes)
+        for own in self._groups:
+            nbytes = own.gathered_bytes, own.reduced_bytes, own.output_bytes
+            each = self.parallel.exchange_ms(cluster, inside, nbytes)
+            gather_ms, reduce_ms = gather_ms + each[0], reduce_ms + each[1]
         return gather_ms, reduce_ms

@@ -63,25 +63,28 @@ BLOCKS = st.lists(st.tuples(TIMES, TIMES), min_size=4, max_size=8)
 @given(
     blocks=BLOCKS,
     reruns=st.lists(st.integers(0, 30), min_size=4, max_size=4),
+    sharding=st.lists(st.tuples(TIMES, TIMES), min_size=8, max_size=8),
     name=st.sampled_from(["1F1B", "GPipe"]),
     num_ranks=st.integers(1, 4),
     more=st.integers(0, 3),
     data=st.data(),
 )
 def test_no_step_is_faster_than_any_bound_on_it(
-    blocks, reruns, name, num_ranks, more, data
+    blocks, reruns, sharding, name, num_ranks, more, data
 ):
+    sharding = sharding[: len(blocks)]
     schedule = Schedule(
         name=name, num_ranks=num_ranks, num_micro_batches=num_ranks + more
     )
 
     def times_of(stage, first, end):
         forward, backward = (sum(b[i] for b in blocks[first:end]) for i in (0, 1))
+        gather, reduce = (sum(b[i] for b in sharding[first:end]) for i in (0, 1))
         return StageTimes(
             forward_ms=forward,
             backward_ms=backward + reruns[stage],
-            optimizer_ms=float(first),
-            gather_ms=1.5,
+            optimizer_ms=reduce + 1.0,
+            gather_ms=gather,
             send_ms=0.5,
         )
 
@@ -89,6 +92,7 @@ def test_no_step_is_faster_than_any_bound_on_it(
         schedule=schedule,
         block_ms=[sum(block) for block in blocks],
         forward_ms=[forward for forward, _ in blocks],
+        sharding_ms=sharding,
         cuts=range(1, len(blocks)),
         times_of=times_of,
         relative_gap=0.0,
@@ -106,17 +110,21 @@ def test_no_step_is_faster_than_any_bound_on_it(
 
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
 def test_the_bound_on_even_stages_is_their_step(name):
-    # No better one is possible: a step of even stages takes just that.
+    # No better one is possible: a step of even stages takes just that, gathers of the
+    # first micro-batch in each of them and the reductions of one.
     schedule = Schedule(name=name, num_ranks=4, num_micro_batches=8)
+    times = StageTimes(forward_ms=1.0, backward_ms=2.0, gather_ms=5.0, optimizer_ms=7.0)
     cutting = Cutting(
         schedule=schedule,
         block_ms=[3.0] * 4,
         forward_ms=[1.0] * 4,
+        sharding_ms=[(5.0, 7.0)] * 4,
         cuts=range(1, 4),
-        times_of=lambda *_: StageTimes(forward_ms=1.0, backward_ms=2.0),
+        times_of=lambda *_: times,
         relative_gap=0.0,
     )
-    assert cutting.bound_ms == 3 * (8 + 3)
+    assert cutting.bound_ms == step_ms(schedule, [times] * 4)
+    assert cutting.bound_ms == 3 * (8 + 3) + 4 * 5 + 7
 
 
 def test_cuts_that_are_known_are_beaten_by_more_than_the_gap_or_kept():

@@ -11,6 +11,7 @@ from autosac._compat_distributed import fake_group
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.clusters import cluster_spec
+from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes, step_ms
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.sharded_stages import DataParallel
@@ -84,6 +85,42 @@ def test_gathers_delay_first_forwards_and_reductions_the_end():
     )
     # Forwards end at 11, 12 and 22, 23; backwards at 25, 27 and 27, 29.
     assert step_ms(schedule, [times] * 2) == 129.0
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        DataParallel(shard_degree=4),
+        DataParallel(shard_degree=2, replicate_degree=2),
+        DataParallel(shard_degree=2, param_dtype="bfloat16", reduce_dtype="float32"),
+    ],
+)
+def test_no_stage_is_gathered_and_reduced_faster_than_its_blocks_say(parallel):
+    # Block 2 shares parameters with block 3, the embedding is frozen.
+    model = Model(3)
+    model.blocks[2].up = model.blocks[1].up
+    model.embedding.weight.requires_grad_(False)
+    inputs, target = tokens(1)
+    options = {"optimizer": torch.optim.AdamW, "device": CLUSTER.device}
+    whole = MicroBatch(
+        model=model,
+        inputs=inputs,
+        target=target,
+        loss_fn=language_loss,
+        options=options,
+        cluster=CLUSTER,
+        parallel=parallel,
+    )
+    shared = whole.least_sharding_ms[2:4]
+    assert shared == [(0.0, 0.0)] * 2 and whole.least_sharding_ms[0][1] == 0.0
+    for first, end in ((0, 2), (1, 4), (4, 5), (0, 5)):
+        taken = whole.sharding_ms(tuple(range(first, end)))
+        least = map(sum, zip(*whole.least_sharding_ms[first:end], strict=True))
+        for least_ms, own_ms in zip(least, taken, strict=True):
+            assert least_ms <= own_ms * (1 + 1e-12)
+    # The odd vocabulary is padded, by one row of 101.
+    (own_ms, *_), (least_ms, _) = whole.sharding_ms((4,)), whole.least_sharding_ms[4]
+    assert own_ms == pytest.approx(least_ms, rel=0.03)
 
 
 @pytest.mark.parametrize(
