@@ -16,7 +16,7 @@ LINKS = "pcie-l40s"  # the cluster that ranks on the CPU borrow their links from
 NUM_STEPS = 7  # of which the first is not measured
 LARGEST_ERROR = 0.01
 LARGEST_DIFFERENCE = 1e-5  # of gradients, relative to the largest element of any
-SHARES = (0.03, 0.5)  # of the way from the least peak to the fastest plan's
+SHARES = (0.03, 0.3, 0.7)  # of the way from the least peak to the fastest plan's
 KINDS = ("tensor", "sequence")
 EXPERT = "expert"  # the kind whose ranks have whole experts of a mixture
 LOSS = "sequence and loss"  # the kind whose logits stay divided over the vocabulary
@@ -47,7 +47,7 @@ def under_caps(
 
     Args:
         make_plan: Cap in bytes -> the plan.
-        shares: Of the way there; by default near the least peak and half way.
+        shares: Of the way there; by default near the least peak and two between.
     """
     fastest = make_plan(_INFINITE)
     try:

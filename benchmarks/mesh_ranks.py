@@ -5,10 +5,10 @@
 `plan_parallel` plans each model for 2 ranks (tp=2) and for 4 (2 shards or 2 replicas x
 tp=2), with and without parts of the sequence between blocks, one of them with a loss of
 divided logits as well, and with parts of the sequence all the time (cp=2), or both at
-once (cp=2 x tp=2), each under two caps: near the least peak and in the middle between
-that and the fastest plan's. Every rank is a process that gloo connects (`rank_server`);
-two of them get one batch, or four with both. What it holds is counted by
-`allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
+once (cp=2 x tp=2), each under three caps: near the least peak, and at a third and two
+thirds of the way to the fastest plan's. Every rank is a process that gloo connects
+(`rank_server`); two of them get one batch, or four with both. What it holds is counted
+by `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
 switched off: it keeps memory between steps that no plan knows of.
 Exits with 1 if a rank is above its cap, above its prediction or below it by over 1 %,
 or if losses or gradients differ from those of one process.

@@ -9,8 +9,8 @@ ranks share slices of tensors with or without parts of the sequence between bloc
 with losses of divided logits, or have parts of the sequence all the time, FSDP2 with
 slices, and with mixed precision, whose truth is one process that computes in that type;
 some have activations in far memory, a file; with ``--dimension`` only meshes that have
-it; under each schedule, each under two caps: near the least peak and in the middle
-between that and the fastest plan's, or at other ``--shares`` of that way.
+it; under each schedule, each under three caps: near the least peak, and at a third and
+two thirds of the way to the fastest plan's, or at other ``--shares`` of that way.
 Ranks are processes that gloo connects (`stage_ranks`). What they hold is counted by
 `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
 switched off: it keeps memory between steps that no plan knows of.

@@ -10,8 +10,9 @@ is saved with torch.distributed.checkpoint and loaded into a model without a pla
 
 ``--tp 2`` with the first command lets two neighbouring ranks share slices of each
 stage's tensors, ``--fsdp 2`` shards each stage over two ranks with batches of their
-own: it takes twice as many processes then, or with both four times. With ``--tp`` and
-``--loss-parallel`` logits stay divided over the vocabulary, too.
+own, ``--cp 2`` over two with a part each of the same sequences: each takes twice as
+many processes. With ``--tp`` and ``--loss-parallel`` logits stay divided over the
+vocabulary, too.
 
 On GPUs add ``--backend nccl`` to the second command and ``--cluster hgx-h100`` to the
 first.
@@ -75,18 +76,36 @@ class Block(nn.Module):
         return x + self.down(functional.gelu(self.up(self.second(x))))
 
 
+class Embedding(nn.Module):
+    """Tokens and their positions, which a rank with a part of a sequence is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Embedding(LENGTH, WIDTH)
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Embed the tokens."""
+        if position_ids is None:
+            position_ids = torch.arange(x.shape[1], device=x.device)
+        out: torch.Tensor = self.tokens(x) + self.positions(position_ids)
+        return out
+
+
 class Model(nn.Module):
     """A chain: embedding, blocks, head."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.embedding = Embedding()
         self.blocks = nn.ModuleList(Block() for _ in range(NUM_BLOCKS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Run the model."""
-        x = self.tokens(x)
+        x = self.embedding(x)
         for block in self.blocks:
             x = block(x)
         logits: torch.Tensor = self.head(x)
@@ -151,8 +170,9 @@ def train(path: Path, backend: str) -> None:
     (stage,) = plan.stages(make_model().to(device), mesh)
     schedule = plan.schedule([stage], loss_of)
     optimizer = torch.optim.AdamW(stage.submod.parameters())
+    batches = plan.parallel.num_batches
     inputs, target = (
-        tensor.chunk(plan.parallel.degree)[plan.batch_index(mesh)].to(device)
+        plan.part_of(tensor.chunk(batches)[plan.batch_index(mesh)], mesh).to(device)
         for tensor in make_batch()
     )
     for step in range(STEPS):
@@ -214,6 +234,7 @@ def main() -> None:
     parser.add_argument("--plan", action="store_true")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--fsdp", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--loss-parallel", action="store_true")
     parser.add_argument("--cluster")
@@ -221,7 +242,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo")
     options = parser.parse_args()
     if options.plan:
-        mesh = {"fsdp": options.fsdp, "tp": options.tp}
+        mesh = {"fsdp": options.fsdp, "cp": options.cp, "tp": options.tp}
         write_plan(
             options.path,
             options.ranks,

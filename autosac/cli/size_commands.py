@@ -196,6 +196,7 @@ def min_gpus(
     cluster: Cluster = "hgx-h100",
     mesh: Mesh = "",
     tp_plan: TpPlan = "",
+    cp_method: CpMethod = "ulysses",
     loss_parallel: LossParallel = False,
     global_batch: GlobalBatch = None,
     micro_batches: MicroBatches = None,
@@ -217,7 +218,8 @@ def min_gpus(
             stages = _stages(
                 degrees, given, global_batch, micro_batches, schedule, stages_per_rank
             )
-            if stages is None and (mesh or tp_plan or loss_parallel):
+            is_divided = tp_plan or loss_parallel or cp_method != "ulysses"
+            if stages is None and (mesh or is_divided):
                 raise UsageError(
                     "--mesh of min-gpus has pp, such as --mesh pp=any,fsdp=any,tp=any;"
                     " without it all GPUs share the parameters."
@@ -230,6 +232,7 @@ def min_gpus(
                 fewest = autosac.min_gpus(
                     **step.pipeline(), **typed, **stages, mesh=degrees,
                     tp_plan=tp_plan or None, loss_parallel=loss_parallel,
+                    cp_method=cp_method,
                 )  # fmt: skip
         said = "no number of GPUs is enough" if fewest is None else f"{fewest} GPUs"
         show(as_json, lambda: {"min_gpus": fewest}, said)

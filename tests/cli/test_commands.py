@@ -497,6 +497,8 @@ def test_stages_of_a_pipeline_are_planned_for_and_counted(tmp_path):
         ("parallel", ("--mesh", "pp=2", "--ac-units", "0"), "leave them out"),
         ("parallel", ("--mesh", "pp=2,x"), "write tp=8"),
         ("min-gpus", ("--mesh", "tp=2"), "--mesh of min-gpus has pp"),
+        ("min-gpus", ("--cp-method", "ring"), "--mesh of min-gpus has pp"),
+        ("min-gpus", ("--mesh", "pp=2", "--cp-method", "ring"), "no parts of a"),
     ],
 )
 def test_what_is_not_for_stages_or_only_for_them_is_said(command, typed, message):
