@@ -435,6 +435,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)  # as ranks have it
     kinds = _IN_BFLOAT16 if options.bfloat16 else _KINDS_OF
     names = [name for name in options.models.split(",") if name in kinds]
     rows: list[Outcome] = []

@@ -1,11 +1,13 @@
 """Meshes that `plan_pipeline` chooses under a global batch, and what planning takes.
 
-    python -m benchmarks.pipeline_meshes [--cells 8B:8:2 ...] [--output DIR]
+    python -m benchmarks.pipeline_meshes [--in-parts] [--cells 8B:8:2 ...]
+        [--output DIR]
 
 A cell is a model, a number of GPUs, millions of tokens of a step, and ``cp`` if ranks
 may have parts of sequences, too. Each is planned in a process of its own, whose CPU
 seconds and memory count from the model on. What does not fit says a budget that is
-enough.
+enough. With ``--in-parts`` other cells are planned, with parts of sequences and
+without, for a table of their own.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ CELLS = (
     *("8B:8:2", "405B:512:2", "70B:64:2", "8x7B:64:2"),
     *("405B:16384:16", "70B:1024:16", "8B:128:16", "8x7B:1024:16"),
     *("405B:64:2", "405B:2048:2"),
-    *("8B:64:2", "8B:64:2:cp"),
 )
+IN_PARTS = ("8B:64:2", "8B:64:2:cp", "405B:512:2", "405B:512:2:cp")
 
 
 class MixtralBlock(modeling_mixtral.MixtralDecoderLayer):
@@ -121,7 +123,8 @@ def planned(
 def main() -> None:
     """Plan all cells, and write the table as they come."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", nargs="*", default=CELLS)
+    parser.add_argument("--in-parts", action="store_true")
+    parser.add_argument("--cells", nargs="*")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
@@ -131,13 +134,14 @@ def main() -> None:
         print(json.dumps(row))
         return
     lines = _heading()
-    for cell in options.cells:
+    cells = IN_PARTS if options.in_parts else CELLS
+    path = options.output / f"pipeline_meshes{'_cp' * options.in_parts}.md"
+    for cell in options.cells or cells:
         command = [sys.executable, "-m", "benchmarks.pipeline_meshes", "--one", cell]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         line = _line(cell, json.loads(done.stdout.splitlines()[-1]))
         print(line, flush=True)
         lines.append(line)
-        path = options.output / "pipeline_meshes.md"
         path.write_text("\n".join(lines) + "\n")
 
 

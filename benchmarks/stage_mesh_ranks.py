@@ -269,7 +269,7 @@ CASES: tuple[tuple[str, dict[str, int], str], ...] = (
     *(("MIXTRAL", {"tp": 2}, kind) for kind in ("sequence", EXPERT)),
     ("MIXTRAL", {"fsdp": 2, "tp": 2}, EXPERT),
     *((name, {"fsdp": 2}, "") for name in ("LLAMA", "GPT", "ODD")),
-    ("GPT", {"fsdp": 2}, MIXED),
+    *((name, {"fsdp": 2}, MIXED) for name in ("GPT", "ODD")),
     ("GPT", {"replicate": 2}, ""),
     *((name, {}, OFFLOAD) for name in ("LLAMA", "ODD")),
     *((name, {"fsdp": 2}, OFFLOAD) for name in ("LLAMA", "GPT")),
