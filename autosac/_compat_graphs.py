@@ -330,6 +330,15 @@ def split(
     )
 
 
+def free_once_read(node: fx.Node) -> None:
+    """Let a saved tensor go when backward has read it, wherever its `Function` kept it.
+
+    AOTAutograd leaves those that one keeps as attributes of ``ctx`` there until
+    backward ends, so that it need not ask whether they have changed.
+    """
+    node.meta.pop("saved_tensor_with_no_vc_check", None)
+
+
 def is_tangent(node: fx.Node) -> bool:
     """Whether a node is the gradient of an output, given to the backward pass."""
     return node.op == "placeholder" and "tangents" in str(node.target)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.pytrees import module_tensors
 from autosac.verification.measuring import (
     capture_state,
     differences,
@@ -70,6 +71,64 @@ def trained(compiled, model, inputs):
         warm_up=warm_up,
     )
     return capture_state(model, None, loss), peak
+
+
+class _Masks(torch.autograd.Function):
+    """Its mask is an attribute of ``ctx``; its backward adds up what it makes."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mask = x > 0
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.sin() * ctx.mask + gradient.cos() * ctx.mask
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + _Masks.apply(layer(x))
+        return x.square().mean()
+
+
+class HoldsMore(nn.Module):
+    """Does not read all that it holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.register_buffer("table", torch.ones(500))
+        self.queue = [torch.ones(100)]
+
+    def forward(self, x):
+        return self.used(x).square().mean()
+
+
+@pytest.mark.parametrize("kind", [Masked, HoldsMore])
+def test_all_that_is_alive_while_a_model_runs_is_predicted(kind):
+    torch.manual_seed(0)
+    model, inputs = kind(), torch.randn(8, 16)
+    compiled = autosac.compile(model, memory_budget="1GiB")
+    step(compiled, model, inputs)
+    model.zero_grad()
+    held = [*module_tensors(model), inputs]
+    _, peak = measure_peak(
+        lambda: step(compiled, model, inputs),
+        device="cpu",
+        persistent_bytes=storage_bytes(held),
+    )
+    (plan,) = autosac.compiled_plans(compiled)
+    assert peak == plan.peak_bytes
+    gradients = [parameter.grad for parameter in model.parameters()]
+    step(model, model, inputs)
+    for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+        assert gradient is parameter.grad is None or gradient.equal(parameter.grad)
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autosac import _compat_graphs
 from autosac.graphs.memory import GraphMemory
 
 _ADD = torch.ops.aten.add.Tensor
@@ -45,6 +46,7 @@ def add_up_in_place(
         with graph.inserting_before(node):
             total = graph.call_function(_ADD_IN_PLACE, (own, other))
         total.meta = dict(node.meta)
+        _compat_graphs.place(total, "is_backward")  # a `Function`'s own has no place
         node.replace_all_uses_with(total)
         graph.erase_node(node)
     return bool(in_place)

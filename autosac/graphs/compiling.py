@@ -21,9 +21,11 @@ from autosac.graphs import compiled_runs
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy, check_graph_offload
 from autosac.profiles.mistakes import check_unplanned
+from autosac.pytrees import module_tensors
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.summaries import Summarized, Summary
+from autosac.verification.measuring import storage_bytes
 
 CompilerBackend = Literal["aot_eager", "inductor"]
 
@@ -208,25 +210,33 @@ class _Compiler:
         except AutosacError as error:
             return _raising(error)
 
-    @property
-    def _beside_bytes(self) -> int:
-        """Bytes alive beside the graph: accumulated gradients and the user's extra."""
+    def _beside_bytes(self, inputs: Sequence[Any]) -> int:
+        """Bytes alive beside a graph of some inputs.
+
+        Tensors of the model that it does not read, accumulated gradients, and what the
+        user says.
+        """
         held = self.extra_bytes
         if self.accumulate:
             held += sum(p.nbytes for p in self._parameters() if p.requires_grad)
-        return held
+        if (model := self.model()) is None:
+            return held
+        read = [value for value in inputs if isinstance(value, torch.Tensor)]
+        both = storage_bytes([*read, *module_tensors(model)])
+        return held + both - storage_bytes(read)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         model = self.model()
         return [] if model is None else list(model.parameters())
 
     def _compile_eagerly(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-        partition = _Partition(self, self.budget_bytes - self._beside_bytes)
+        beside_bytes = self._beside_bytes(inputs)
+        partition = _Partition(self, self.budget_bytes - beside_bytes)
         compiled = _compat_graphs.compile_eagerly(
             gm, inputs, partition.run, partition.guarded
         )
         if partition.plan is not None:
-            peak_bytes = partition.plan.peak_bytes + self._beside_bytes
+            peak_bytes = partition.plan.peak_bytes + beside_bytes
             self.plans.append(CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes))
         return compiled
 
@@ -236,7 +246,8 @@ class _Compiler:
         The order of plans does not depend on the budget. So the real peak of what is
         returned never rises as the budget falls, though that of single plans may.
         """
-        wanted_bytes = self.budget_bytes - self._beside_bytes
+        beside_bytes = self._beside_bytes(inputs)
+        wanted_bytes = self.budget_bytes - beside_bytes
         least_bytes = rung = 0
         while rung <= _NUM_RUNGS:
             partition = _Partition(self, wanted_bytes, rung=rung)
@@ -247,7 +258,7 @@ class _Compiler:
                 return compiled
             real_bytes = partition.measured_bytes()
             if real_bytes <= wanted_bytes:
-                peak_bytes = real_bytes + self._beside_bytes
+                peak_bytes = real_bytes + beside_bytes
                 self.plans.append(
                     CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes)
                 )
@@ -258,14 +269,14 @@ class _Compiler:
         raise InfeasibleBudgetError(
             f"No plan fits `memory_budget`={self.budget_bytes}"
             f" ({format_bytes(self.budget_bytes)}): the least peak that was measured"
-            f" with `backend`='inductor' is {least_bytes + self._beside_bytes} bytes"
-            f" ({format_bytes(least_bytes + self._beside_bytes)}). Raise the budget to"
+            f" with `backend`='inductor' is {least_bytes + beside_bytes} bytes"
+            f" ({format_bytes(least_bytes + beside_bytes)}). Raise the budget to"
             " that, or use a smaller batch.",
             budget_bytes=self.budget_bytes,
-            lowest_peak_bytes=least_bytes + self._beside_bytes,
+            lowest_peak_bytes=least_bytes + beside_bytes,
             composition={
                 "graph": least_bytes,
-                "beside the graph": self._beside_bytes,
+                "beside the graph": beside_bytes,
             },
         )
 
@@ -330,6 +341,8 @@ class _Partition:
         )
         self._num_outputs = num_outputs
         saved = saved_nodes(self.plan.joint)
+        for node in _kept_by_graph_alone(self.plan.joint, saved):
+            _compat_graphs.free_once_read(node)
         parts = _compat_graphs.split(self.plan.joint.module, saved, num_outputs, static)
         for part in parts:
             unpack_at_once(part.graph)
@@ -375,8 +388,8 @@ class _Partition:
         return InfeasibleBudgetError(
             f"No plan fits `memory_budget`={self.compiler.budget_bytes}: beside"
             f" {format_bytes(beside_bytes)} that are alive throughout (`extra_bytes`,"
-            f" accumulated gradients), the lowest peak is {error.lowest_peak_bytes}"
-            f" bytes. Raise the budget to {lowest_bytes}, or use a smaller batch.",
+            " accumulated gradients, what the model holds and this graph does not"
+            f" read), the lowest peak is {error.lowest_peak_bytes} bytes. Raise the budget to {lowest_bytes}, or use a smaller batch.",
             budget_bytes=self.compiler.budget_bytes,
             lowest_peak_bytes=lowest_bytes,
             composition={**error.composition, "beside the graph": beside_bytes},
@@ -413,6 +426,15 @@ def saved_nodes(joint: JointGraph) -> list[fx.Node]:
         if stages.get(node, "backward") != "backward"
         and not _compat_graphs.is_tangent(node)
     ]
+
+
+def _kept_by_graph_alone(joint: JointGraph, saved: Sequence[fx.Node]) -> list[fx.Node]:
+    """Saved nodes whose memory no caller has: neither inputs nor results of forward."""
+    results: Any = joint.module.graph.output_node().args[0]
+    outside = [*_kept_inputs(joint), *results[: joint.num_forward_outputs]]
+    nodes = joint.memory.nodes
+    seen = {s for n in outside if isinstance(n, fx.Node) for s in nodes[n].storages}
+    return [node for node in saved if seen.isdisjoint(nodes[node].storages)]
 
 
 def least_real_bytes(joint: JointGraph) -> int:
