@@ -389,7 +389,8 @@ class _Partition:
             f"No plan fits `memory_budget`={self.compiler.budget_bytes}: beside"
             f" {format_bytes(beside_bytes)} that are alive throughout (`extra_bytes`,"
             " accumulated gradients, what the model holds and this graph does not"
-            f" read), the lowest peak is {error.lowest_peak_bytes} bytes. Raise the budget to {lowest_bytes}, or use a smaller batch.",
+            f" read), the lowest peak is {error.lowest_peak_bytes} bytes."
+            f" Raise the budget to {lowest_bytes}, or use a smaller batch.",
             budget_bytes=self.compiler.budget_bytes,
             lowest_peak_bytes=lowest_bytes,
             composition={**error.composition, "beside the graph": beside_bytes},
