@@ -79,6 +79,24 @@ def without_logging() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def many_graphs() -> Iterator[None]:
+    """Let Dynamo compile a model for 256 kinds of inputs before it gives up, not eight.
+
+    Raises:
+        CaptureError: It gives up.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    limit = max(config.recompile_limit, config.accumulated_recompile_limit)
+    try:
+        with config.patch(recompile_limit=limit):
+            yield
+    except FailOnRecompileLimitHit as error:
+        raise CaptureError(f"more than {limit} kinds of inputs.") from error
+
+
 def capture_ops(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor]
 ) -> fx.GraphModule:

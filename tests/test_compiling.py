@@ -1,3 +1,4 @@
+import copy
 import functools
 import logging
 
@@ -130,6 +131,22 @@ def test_all_that_is_alive_while_a_model_runs_is_predicted(kind):
     step(model, model, inputs)
     for parameter, gradient in zip(model.parameters(), gradients, strict=True):
         assert gradient is parameter.grad is None or gradient.equal(parameter.grad)
+
+
+@torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2)
+def test_shapes_have_plans_beyond_the_limit_of_dynamo_and_too_many_are_said():
+    model = HoldsMore()
+    compiled = autosac.compile(model, memory_budget="1GiB")
+    for num_rows in (2, 3):
+        step(compiled, model, torch.randn(num_rows, 16))
+    assert len(autosac.compiled_plans(compiled)) == 2
+    with pytest.raises(autosac.UnsupportedError, match="pad batches to a few shapes"):
+        step(compiled, model, torch.randn(4, 16))
+
+
+def test_a_copy_of_a_compiled_model_holds_nothing_of_the_model():
+    copied = copy.deepcopy(autosac.compile(HoldsMore(), memory_budget="8KiB"))
+    step(copied, copied, torch.randn(8, 16))
 
 
 @functools.cache

@@ -8,7 +8,8 @@ their first use, and lets PyTorch cut it in two by what backward then reads of f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -158,8 +159,28 @@ def compile(
     )
     # As in a call Dynamo traces: what the model tells loggers is left out.
     compiled.forward = _compat_graphs.without_logging()(compiled.forward)
+    compiled.forward = _graph_of_each_kind()(compiled.forward)
     _plans[compiled] = compiler.plans
     return compiled
+
+
+@contextmanager
+def _graph_of_each_kind() -> Iterator[None]:
+    """Calls in it are compiled for every new shape, mode or number of Python's.
+
+    Raises:
+        UnsupportedError: There are too many.
+    """
+    try:
+        with _compat_graphs.many_graphs():
+            yield
+    except _compat_graphs.CaptureError as error:
+        raise UnsupportedError(
+            f"The model was called with {error} Each is compiled and planned: pad"
+            " batches to a few shapes, keep what changes from step to step in tensors"
+            " and not in Python's numbers, or call `torch.compiler.reset()` to begin"
+            " anew."
+        ) from error
 
 
 _plans: weakref.WeakKeyDictionary[Any, list[CompiledPlan]] = weakref.WeakKeyDictionary()
@@ -222,8 +243,10 @@ class _Compiler:
         if (model := self.model()) is None:
             return held
         read = [value for value in inputs if isinstance(value, torch.Tensor)]
-        both = storage_bytes([*read, *module_tensors(model)])
-        return held + both - storage_bytes(read)
+        own = module_tensors(model)
+        num_bytes = [storage_bytes(tensors) for tensors in (read, own, [*read, *own])]
+        reads_none = num_bytes[0] + num_bytes[1] == num_bytes[2]  # a copy's graph
+        return held if reads_none else held + num_bytes[2] - num_bytes[0]
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         model = self.model()
