@@ -145,8 +145,16 @@ def test_shapes_have_plans_beyond_the_limit_of_dynamo_and_too_many_are_said():
 
 
 def test_a_copy_of_a_compiled_model_holds_nothing_of_the_model():
-    copied = copy.deepcopy(autosac.compile(HoldsMore(), memory_budget="8KiB"))
-    step(copied, copied, torch.randn(8, 16))
+    model, inputs = HoldsMore(), torch.randn(8, 16)
+    compiled = autosac.compile(model, memory_budget="1GiB")
+    copied = copy.deepcopy(compiled)
+    step(compiled, model, inputs)
+    step(copied, copied, inputs)
+    plan, plan_of_copy = autosac.compiled_plans(compiled)
+    not_read = storage_bytes(module_tensors(model)) - storage_bytes(
+        model.used.parameters()
+    )
+    assert plan.peak_bytes - plan_of_copy.peak_bytes == not_read
 
 
 @functools.cache
