@@ -7,10 +7,11 @@ their first use, and lets PyTorch cut it in two by what backward then reads of f
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -222,6 +223,12 @@ class _Compiler:
     far: dict[str, Any]
     plans: list[CompiledPlan] = field(default_factory=list)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiler:
+        """That of a copy of the compiled model."""
+        model = self.model()
+        assert model is not None, "a compiled model holds its model"
+        return replace(self, model=weakref.ref(copy.deepcopy(model, memo)), plans=[])
+
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph. Dynamo would wrap our errors: they are raised by a call."""
         try:
@@ -243,10 +250,8 @@ class _Compiler:
         if (model := self.model()) is None:
             return held
         read = [value for value in inputs if isinstance(value, torch.Tensor)]
-        own = module_tensors(model)
-        num_bytes = [storage_bytes(tensors) for tensors in (read, own, [*read, *own])]
-        reads_none = num_bytes[0] + num_bytes[1] == num_bytes[2]  # a copy's graph
-        return held if reads_none else held + num_bytes[2] - num_bytes[0]
+        both = storage_bytes([*read, *module_tensors(model)])
+        return held + both - storage_bytes(read)
 
     def _parameters(self) -> list[torch.nn.Parameter]:
         model = self.model()
