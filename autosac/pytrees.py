@@ -39,8 +39,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def module_tensors(module: torch.nn.Module) -> list[torch.Tensor]:
     """Tensors that modules hold in containers of any depth, each once.
 
-    Attributes of parameters, too, such as a gradient in another type. Not those of
-    objects: one may be a trainer, which knows all of the data.
+    Attributes of parameters, too, such as a gradient in another type, and what modules
+    in containers hold, such as a teacher in a list. Not those of other objects: one may
+    be a trainer, which knows all of the data.
     """
     seen: dict[int, Any] = {}
     return [
@@ -58,7 +59,7 @@ def held_tensors(
     Args:
         value: What holds them. Functions and weak references hold nothing here.
         seen: Objects that need no look any more, by address; those found are added.
-        in_objects: False for those in containers and dataclasses alone.
+        in_objects: False for those in containers, dataclasses and modules alone.
     """
     seen = {} if seen is None else seen
     tensors: list[torch.Tensor] = []
@@ -84,7 +85,8 @@ def _inside(value: Any, *, in_objects: bool) -> list[Any]:
         items += value.values()
     elif isinstance(value, (list, tuple, deque, set, frozenset)):
         items += value
-    if not in_objects and not is_dataclass(value):
+    is_looked_into = is_dataclass(value) or isinstance(value, torch.nn.Module)
+    if not in_objects and not is_looked_into:
         return items
     items += getattr(value, "__dict__", {}).values()
     for cls in type(value).__mro__[:-1]:

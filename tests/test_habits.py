@@ -377,6 +377,17 @@ def test_a_table_that_changes_before_backward_is_an_error():
 
 
 @pytest.mark.slow
+def test_modules_in_lists_count_once():
+    plain, hiding = Blocks(Block), Blocks(Block)
+    hiding.teacher = [nn.Linear(WIDTH, WIDTH, bias=False)]
+    hiding.layers = {"first": next(hiding.children())}  # registered: counted anyway
+    peaks = [
+        autosac.profile(model, rows(), loss_fn=mean_square).baseline_peak_bytes
+        for model in (plain, hiding)
+    ]
+    assert peaks[1] - peaks[0] == hiding.teacher[0].weight.nbytes
+
+
 def test_modules_that_keep_more_with_every_step_are_said():
     with pytest.warns(UserWarning, match="keep 32.0 KiB more with every step"):
         of(Collects).profile()

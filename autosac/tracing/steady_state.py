@@ -103,7 +103,10 @@ def _register_attributes(
     recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module, copied: Copied
 ) -> None:
     """Count what modules and parameters keep besides; the step may never meet it."""
-    seen: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
+    seen = [  # counted already, though a list may hold them or their modules as well
+        {id(t): t for t in (*module.parameters(), *module.buffers())}
+        for module in (own, model)
+    ]
     pairs: list[tuple[Any, Any]] = [
         *zip(own.modules(), model.modules(), strict=False),
         *zip(own.parameters(), model.parameters(), strict=False),
