@@ -376,7 +376,6 @@ def test_a_table_that_changes_before_backward_is_an_error():
         loss.backward()
 
 
-@pytest.mark.slow
 def test_modules_in_lists_count_once():
     plain, hiding = Blocks(Block), Blocks(Block)
     hiding.teacher = [nn.Linear(WIDTH, WIDTH, bias=False)]
@@ -388,6 +387,7 @@ def test_modules_in_lists_count_once():
     assert peaks[1] - peaks[0] == hiding.teacher[0].weight.nbytes
 
 
+@pytest.mark.slow
 def test_modules_that_keep_more_with_every_step_are_said():
     with pytest.warns(UserWarning, match="keep 32.0 KiB more with every step"):
         of(Collects).profile()
