@@ -27,6 +27,7 @@ _NO_HEURISTICS = {
     "mip_allow_restart": False,
     "mip_detect_symmetry": False,
 }
+_AS_MADE = {"presolve": "off", "simplex_scale_strategy": 0}
 _LIMITS = (  # of time, and of work
     highspy.HighsModelStatus.kTimeLimit,
     highspy.HighsModelStatus.kInterrupt,
@@ -127,15 +128,17 @@ def run_highs(
     *,
     relaxed: bool,
     warm_start: bool,
+    presolves: bool,
 ) -> Answer:
     start = [v.varValue or 0.0 for v in model.variables()] if warm_start else None
+    as_made = {} if presolves else _AS_MADE
     status = highspy.HighsModelStatus.kNotset
     for extra in ({}, {}, {"presolve": "off"}):
         solver = _Highs(
             msg=False,
             mip=not relaxed,
             gapAbs=0.0,
-            **{**_NO_HEURISTICS, **options, **extra},
+            **{**_NO_HEURISTICS, **as_made, **options, **extra},
         )
         solver.start, solver.most_looks = start, most_looks
         model.solve(solver)

@@ -152,6 +152,7 @@ class RowSearch:
             relative_gap=self._gap,
             relaxed=relaxed,
             again=again,
+            presolves=not relaxed,
         )
         if not relaxed:
             self.work += max(1, outcome.work)
