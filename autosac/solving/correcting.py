@@ -64,7 +64,7 @@ class Search:
     mends_left: int = _MOST_MENDS
     work_left: int = MOST_WORK
     _breaking_ms: float = 0.0
-    _breaking: Choice = field(default_factory=dict)  # the last that broke the budget
+    _breaking: Choice | None = None  # the last that broke the budget
     _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
     _is_feasible: bool = False  # as far as the MILP's relaxation can tell
     _lowest: IntArray | None = None  # rows whose bound holds
@@ -139,7 +139,7 @@ class Search:
                 self.bound_ms = max(self.bound_ms, bound_ms)
             higher = self._next_rows(raised, solution)
             raised = self._after_mixture(raised) if higher is None else higher
-        if self.choice is not None and self._breaking:
+        if self.choice is not None and self._breaking is not None:
             self.offer(
                 self.chooser.relink(self.choice, self._breaking, self.budget_bytes)
             )

@@ -63,7 +63,7 @@ class OneByOne:
         Args:
             best_ms: Time of the best known one.
         """
-        if self.replays_left < _FEWEST_REPLAYS or not self.bound_ms:
+        if self.replays_left < _FEWEST_REPLAYS:
             return None
         best: Choice | None = None
         for is_minimal in (True, False):
@@ -105,8 +105,9 @@ class OneByOne:
         most_ms = best_ms * (1.0 - self.relative_gap)
         most_ms = min(most_ms, self.enumeration.complete_below_ms)
         share, start_ms, done_ms = _FIRST_SHARE, self.bound_ms, 0.0
+        unit_ms = start_ms or most_ms
         while done_ms < most_ms:
-            limit_ms = min(most_ms, start_ms * (1.0 + share))
+            limit_ms = min(most_ms, start_ms + unit_ms * share)
             if limit_ms >= self._most_ms:
                 return
             found = self.enumeration.below(limit_ms, is_minimal=is_minimal)
