@@ -72,7 +72,7 @@ def mend(
     peak_bytes = simulator.peak_bytes(choice)
     excess = simulator.true_peak_bytes(choice) - budget_bytes
     if peak_bytes <= budget_bytes and 0 < excess <= _ONE_BLOCK:
-        for changed in islice(_swapped(curve_of, choice), replays):
+        for changed in islice(swapped(curve_of, choice), replays):
             may_fit = simulator.peak_bytes(changed) <= budget_bytes
             if may_fit and simulator.true_peak_bytes(changed) <= budget_bytes:
                 return changed
@@ -134,7 +134,7 @@ def lowered(
     return best
 
 
-def _swapped(
+def swapped(
     curve_of: Mapping[Unit, curves.UnitCurve], choice: Mapping[Unit, Policy]
 ) -> Iterator[Choice]:
     """The choice with another unit of the same curve instead of one of its units."""

@@ -15,6 +15,7 @@ from autosac.solvers.milp.solution import Backend
 from autosac.solving.annealing import anneal
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import recompute_ms
+from autosac.solving.lowering import lower_peak
 from autosac.solving.one_by_one import OneByOne
 from autosac.solving.path_relinking import relink
 from autosac.solving.repair import lowered, mend
@@ -98,6 +99,10 @@ class StepModel(ABC):
     def lowered(self, choice: Choice) -> Choice | None:
         """A choice beside one whose peak is lower."""
         return lowered(self._simulator, self._formulation, choice)
+
+    def lower_peak(self, choice: Choice, most_ms: float) -> Choice:
+        """A choice near one whose true peak is lower, or itself."""
+        return lower_peak(self._simulator, self._formulation, choice, most_ms)
 
     def relink(self, fitting: Choice, cheaper: Choice, budget_bytes: int) -> Choice:
         """The fitting choice, with parts of a cheaper one that breaks the budget."""

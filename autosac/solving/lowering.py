@@ -1,0 +1,89 @@
+"""Lower the true peak of a choice that takes hardly more time than it does.
+
+Iterated local search (Lourenço, Martin and Stützle, Iterated local search, 2003). Near
+the least peak, what a GPU's allocator adds to a choice decides: some MiB more or less,
+for any change anywhere. Choices beside one that is fast take about as long, and
+are many; of each whose simulated peak is low enough the allocator is replayed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+
+from autosac.simulation.simulator import Simulator
+from autosac.solving.annealing import are_apart
+from autosac.solving.formulation import Formulation
+from autosac.solving.incumbents import recompute_ms
+from autosac.solving.repair import swapped
+from autosac.solving.rules_of_thumb import Choice
+from autosac.units import curves
+
+_MOST_BLOCKS = 1_000_000  # of an allocator in all replays: some seconds
+_MOST_REPLAYS = 500
+_MOST_PIECES = 8_000_000  # of memory in all simulations
+_MOST_BESIDE = 600  # choices beside one
+_WANDERS = 0.7  # how often it goes on from another choice that is not lower
+
+
+def lower_peak(
+    simulator: Simulator, formulation: Formulation, choice: Choice, most_ms: float
+) -> Choice:
+    """A choice near one whose true peak is lower, or itself; the same every time.
+
+    Args:
+        simulator: Says the peaks.
+        formulation: The curves of the units.
+        choice: Where to begin.
+        most_ms: What it may take in all.
+    """
+    draws = random.Random(0)
+    best = now = choice
+    best_bytes = now_bytes = simulator.true_peak_bytes(choice)
+    replays = min(_MOST_REPLAYS, _MOST_BLOCKS // simulator.num_storages)
+    looks = _MOST_PIECES // simulator.num_storages
+    while replays > 0 and looks > 0:
+        beside = list(islice(_beside(formulation, now, most_ms), _MOST_BESIDE))
+        draws.shuffle(beside)
+        level, lower = [], None
+        for other in beside[:looks]:
+            looks -= 1
+            if simulator.peak_bytes(other) > best_bytes:
+                continue
+            level.append(other)
+            if not replays:
+                break
+            replays -= simulator.takes_replay(other)
+            if simulator.true_peak_bytes(other) < now_bytes:
+                lower = other
+                break
+        if lower is None:
+            if not level:
+                break
+            lower = draws.choice(level) if draws.random() < _WANDERS else best
+        now, now_bytes = lower, simulator.true_peak_bytes(lower)
+        if now_bytes < best_bytes and formulation.keeps_host(now):
+            best, best_bytes = now, now_bytes
+    return best
+
+
+def _beside(
+    formulation: Formulation, choice: Choice, most_ms: float
+) -> Iterator[Choice]:
+    """Choices with another point of a unit, or with one unit more or another one."""
+    curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
+    if not choice.keys() <= curve_of.keys():
+        return
+    room_ms = most_ms - recompute_ms(choice)
+    for unit, own in choice.items():
+        own_ms = curves.recompute_ms(unit, own) + room_ms
+        for policy in curve_of[unit].policies:
+            if policy != own and curves.recompute_ms(unit, policy) <= own_ms:
+                yield {**choice, unit: policy}
+    yield from swapped(curve_of, choice)
+    for unit, curve in curve_of.items():
+        if all(are_apart(unit, other) for other in choice):
+            for policy in curve.policies:
+                if curves.recompute_ms(unit, policy) <= room_ms:
+                    yield {**choice, unit: policy}
