@@ -224,9 +224,13 @@ class _Compiler:
     plans: list[CompiledPlan] = field(default_factory=list)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Compiler:
-        """That of a copy of the compiled model."""
+        """That of a copy of the compiled model.
+
+        Dynamo's copies reach backends of models that are gone, too.
+        """
         model = self.model()
-        assert model is not None, "a compiled model holds its model"
+        if model is None:
+            return self
         return replace(self, model=weakref.ref(copy.deepcopy(model, memo)), plans=[])
 
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:

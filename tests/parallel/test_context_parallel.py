@@ -313,6 +313,7 @@ def profile_of_eight():
     return mesh_ranks.RECIPES["GPT8"].profile()
 
 
+@pytest.mark.slow
 def test_a_plan_with_slices_and_parts_says_both(profile_of_eight, tmp_path):
     mesh = {"cp": 2, "tp": 2}
     with pytest.raises(autosac.InfeasibleBudgetError, match="with tp=2 and cp=2"):
@@ -336,6 +337,7 @@ def test_ranks_that_share_slices_have_the_same_part(profile_of_eight, rank):
     assert torch.equal(own, batch.chunk(2, 1)[rank // 2])
 
 
+@pytest.mark.slow
 def test_all_meshes_of_slices_and_parts_compete(profile_of_eight):
     plan = cpu_plan(profile_of_eight, "1GiB", mesh={"cp": None, "tp": None})
     assert plan.division.degree == 1  # everything fits: nothing is to be exchanged

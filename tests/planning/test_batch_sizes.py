@@ -185,12 +185,19 @@ def test_sizes_that_do_not_fit_are_passed_over(model):
     [
         ({"sizes": []}, ValueError, "positive"),
         ({"sizes": [0, 1]}, ValueError, "positive"),
-        ({"sizes": [64]}, autosac.InfeasibleBudgetError, "At batch size 64"),
         ({"loss_fn": torch.sum, "make_loss_fn": next_token_loss}, TypeError, "either"),
     ],
 )
 def test_wrong_arguments_are_refused(options, error, match, model):
     with pytest.raises(error, match=match):
         autosac.best_batch_size(
-            model, tokens, memory_budget=floor_at(model, 2), device="h100", **options
+            model, tokens, memory_budget="1GiB", device="h100", **options
+        )
+
+
+@pytest.mark.slow
+def test_a_budget_that_no_size_fits_is_refused(model):
+    with pytest.raises(autosac.InfeasibleBudgetError, match="At batch size 64"):
+        autosac.best_batch_size(
+            model, tokens, memory_budget=floor_at(model, 2), device="h100", sizes=[64]
         )

@@ -65,6 +65,7 @@ def passes_ms(profile, plan):
     return sum(max(pair) for pair in zip(kernels, issued, strict=True))
 
 
+@pytest.mark.slow
 def test_a_fast_host_decides_nothing(traced):
     fast = with_host(traced, FAST)
     for budget in budgets(fast):
@@ -75,6 +76,7 @@ def test_a_fast_host_decides_nothing(traced):
         assert plan.bound_ms == pytest.approx(kernels.bound_ms)
 
 
+@pytest.mark.slow
 def test_under_a_slow_host_plans_are_of_the_longer_of_host_and_kernels(traced):
     slow, saved = with_host(traced, SLOW), []
     for budget in budgets(slow):
@@ -87,6 +89,7 @@ def test_under_a_slow_host_plans_are_of_the_longer_of_host_and_kernels(traced):
     assert max(saved) > 1.0
 
 
+@pytest.mark.slow
 def test_under_a_slow_host_no_choice_that_fits_is_below_the_bound(traced):
     slow = with_host(traced, SLOW)
     for budget in budgets(slow):
@@ -107,6 +110,7 @@ def test_under_a_slow_host_a_larger_budget_is_never_slower(traced):
     assert all(after <= before + 1e-9 for before, after in pairwise(steps))
 
 
+@pytest.mark.slow
 def test_a_host_that_is_not_measured_decides_nothing(traced):
     slow = replace(traced, device=replace(traced.device, host_op_ms=SLOW))
     for budget in budgets(slow, 3):
