@@ -22,6 +22,7 @@ from autosac.units import curves
 
 _MOST_BLOCKS = 1_000_000  # of an allocator in all replays: some seconds
 _MOST_REPLAYS = 500
+_MOST_IN_VAIN = 40  # replays in a row that find nothing lower
 _MOST_PIECES = 8_000_000  # of memory in all simulations
 _MOST_BESIDE = 600  # choices beside one
 _WANDERS = 0.7  # how often it goes on from another choice that is not lower
@@ -43,7 +44,8 @@ def lower_peak(
     best_bytes = now_bytes = simulator.true_peak_bytes(choice)
     replays = min(_MOST_REPLAYS, _MOST_BLOCKS // simulator.num_storages)
     looks = _MOST_PIECES // simulator.num_storages
-    while replays > 0 and looks > 0:
+    last = replays  # how many were left when the best was found
+    while replays > max(0, last - _MOST_IN_VAIN) and looks > 0:
         beside = list(islice(_beside(formulation, now, most_ms), _MOST_BESIDE))
         draws.shuffle(beside)
         level, lower = [], None
@@ -64,7 +66,7 @@ def lower_peak(
             lower = draws.choice(level) if draws.random() < _WANDERS else best
         now, now_bytes = lower, simulator.true_peak_bytes(lower)
         if now_bytes < best_bytes and formulation.keeps_host(now):
-            best, best_bytes = now, now_bytes
+            best, best_bytes, last = now, now_bytes, replays
     return best
 
 

@@ -457,7 +457,7 @@ def test_ranks_that_must_draw_alike_have_one_seed():
 def test_real_ranks_keep_cap_prediction_and_gradients(short_models):
     # A tight cap without parts of the sequence between blocks, a loose one with them;
     # parts all the time, and divided logits, are in `test_context_parallel`.
-    tight, _, _, loose = mesh_ranks.planned("GPT", 4, 2, KINDS)
+    tight, *_, loose = mesh_ranks.planned("GPT", 4, 2, KINDS)
     cells = [tight, loose]
     assert all(cell.plan.policy for cell in cells)
     for row in mesh_ranks.run_ranks(cells, 4):
