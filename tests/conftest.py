@@ -41,7 +41,7 @@ torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
 
 
 def pytest_configure(config):
-    """Runs without slow tests draw fewer examples, which are all drawn with them."""
+    """Runs without slow tests draw fewer examples."""
     if config.option.markexpr == "not slow":
         examples.draw_fewer()
     # No test fails because the machine is busy.

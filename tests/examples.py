@@ -1,10 +1,13 @@
-"""How many examples hypothesis draws: a fifth of them without the slow tests."""
+"""How many examples hypothesis draws: the share that ten minutes on two cores take.
+
+Without the slow tests, a fifth.
+"""
 
 import pytest
 from hypothesis import settings
 
 DEFAULT = 100
-_share = 1.0
+_share = 0.6
 
 
 def draw_fewer() -> None:
@@ -14,12 +17,12 @@ def draw_fewer() -> None:
 
 
 def at_most(number: int) -> int:
-    """Examples to draw where a run of all tests draws that many."""
+    """Examples to draw in this run, where that many would be enough for long."""
     return max(3, round(number * _share))
 
 
 def examples(number: int) -> settings:
-    """Decorates a test that draws so many examples with the slow tests."""
+    """Decorates a test that draws a share of so many examples."""
     return settings(max_examples=at_most(number))
 
 

@@ -82,7 +82,7 @@ def planned(specs, habits, seed):
 
 
 @pytest.mark.slow
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=14, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     specs=models,
     habits=st.builds(Habits, sizes, st.booleans(), st.booleans(), st.booleans()),
