@@ -1,13 +1,14 @@
-"""How many examples hypothesis draws: the share that ten minutes on two cores take.
+"""How many examples hypothesis draws.
 
-Without the slow tests, a fifth.
+Half of what is asked for, as all tests have ten minutes on two cores; without the slow
+tests, a fifth.
 """
 
 import pytest
 from hypothesis import settings
 
 DEFAULT = 100
-_share = 0.6
+_share = 0.5
 
 
 def draw_fewer() -> None:
