@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 import autosac
@@ -6,6 +7,7 @@ from autosac.solving.lowering import lower_peak
 from tests.models import GPT
 
 
+@pytest.mark.usefixtures("kept_workspaces")
 def test_what_an_allocator_adds_is_lowered_in_no_more_than_a_time_and_always_alike():
     with torch.device("meta"):
         model = GPT(num_layers=2, width=256, num_heads=4, vocabulary=500, length=300)
