@@ -1,7 +1,7 @@
 """How many examples hypothesis draws.
 
 Half of what is asked for, as all tests have ten minutes on two cores; without the slow
-tests, a fifth.
+tests, a tenth.
 """
 
 import pytest
@@ -14,7 +14,7 @@ _share = 0.5
 def draw_fewer() -> None:
     """Called before the tests are collected, where slow ones are left out."""
     global _share
-    _share = 0.2
+    _share = 0.1
 
 
 def at_most(number: int) -> int:

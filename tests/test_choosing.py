@@ -117,6 +117,7 @@ def test_no_choice_fits_below_the_floor(swept):
     assert caught.value.lowest_peak_bytes == budgets[0]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_no_choice_that_saves_a_little_less_or_more_is_below_the_floor(autocast):
     """An allocator may like another choice better than that of least predicted peak."""

@@ -78,6 +78,7 @@ def _attend_in_parts(rank, degree):
             torch.testing.assert_close(part.grad, cut(own.grad, rank, degree))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("degree", [2, 4])
 def test_ranks_attend_to_the_whole_sequence(degree):
     run_ranks(_attend_in_parts, degree, degree)

@@ -104,6 +104,7 @@ def test_under_a_slow_host_no_choice_that_fits_is_below_the_bound(traced):
                 assert plan.step_ms <= times.step_ms + 1e-9
 
 
+@pytest.mark.slow
 def test_under_a_slow_host_a_larger_budget_is_never_slower(traced):
     slow = with_host(traced, SLOW)
     steps = [autosac.plan(slow, memory_budget=b).step_ms for b in budgets(slow, 8)]
