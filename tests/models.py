@@ -371,6 +371,19 @@ def gpt(num_layers: int = 2) -> nn.Module:
     ).train()
 
 
+def gpt_on_a_gpu() -> Profile:
+    """A step whose tensors are so large that a GPU's allocator adds to them."""
+    with torch.device("meta"):
+        model = GPT(num_layers=2, width=256, num_heads=4, vocabulary=500, length=300)
+    return profile(
+        model,
+        torch.zeros(3, 300, dtype=torch.long),
+        loss_fn=lambda logits: logits.square().mean(),
+        device="h100",
+        autocast=torch.bfloat16,
+    )
+
+
 def _rows() -> torch.Tensor:
     return torch.randn(BATCH, WIDTH)
 

@@ -1,23 +1,12 @@
-import torch
-
-import autosac
 from autosac.solving.annealing import anneal
 from autosac.solving.incumbents import recompute_ms
-from tests.models import GPT
+from tests.models import gpt_on_a_gpu
 
 
 def test_a_dear_choice_leads_to_a_cheaper_one_that_fits_and_always_to_the_same(
     monkeypatch, kept_workspaces
 ):
-    with torch.device("meta"):
-        model = GPT(num_layers=2, width=256, num_heads=4, vocabulary=500, length=300)
-    profile = autosac.profile(
-        model,
-        torch.zeros(3, 300, dtype=torch.long),
-        loss_fn=lambda logits: logits.square().mean(),
-        device="h100",
-        autocast=torch.bfloat16,
-    )
+    profile = gpt_on_a_gpu()
     monkeypatch.setattr("autosac.solving.annealing._MOST_PIECES", 200_000)
     dear = profile.rules.every_kth_block(1)
     budget_bytes = profile.peak_bytes(dear)

@@ -203,7 +203,8 @@ class RankSimulator:
             sharding: How the model is sharded.
             chosen: AC units and their policies.
             rank: Its place among the ranks that share parameters.
-            workspaces: Count what kernels allocate inside themselves.
+            workspaces: Count what nobody asks for as well: what kernels allocate inside
+                themselves, and what the allocator of a GPU adds.
 
         Raises:
             ValueError: The sharding does not fit the model, the types of the trace or

@@ -32,10 +32,10 @@ def excess_bytes(ledger: Ledger, first: FirstStep, whole: IntArray) -> int:
     """
     own, *others = ledger.by_stream()
     played = [handed_out(own, first=first, gone=whole), *map(handed_out, others)]
-    # Others than the first step of a stream differ little: all have as many.
+    # Streams settle after different numbers of steps; their last ones come again.
     number = max(map(len, played))
-    steps = zip(*(own + own[-1:] * (number - len(own)) for own in played), strict=True)
-    peak_bytes = max(_peak_bytes(streams) for streams in steps)
+    as_many = [steps + steps[-1:] * (number - len(steps)) for steps in played]
+    peak_bytes = max(_peak_bytes(streams) for streams in zip(*as_many, strict=True))
     return peak_bytes + ledger.constant_bytes - ledger.timeline().peak_bytes
 
 

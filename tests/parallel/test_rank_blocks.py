@@ -9,6 +9,7 @@ import torch
 import autosac
 from autosac.cli.demo import GPT
 from autosac.devices.specs import device_spec
+from autosac.parallel import fsdp_memory
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.rank_blocks import excess_bytes, reserved_bytes
 from autosac.simulation.allocator_steps import FirstStep
@@ -54,7 +55,13 @@ def test_no_stream_gets_what_another_one_has_freed():
     assert reserved_bytes(ledger(*apart), FirstStep(), NONE) == 60 * MIB
 
 
-def test_a_plan_for_gpus_counts_what_the_allocator_adds_and_one_for_cpus_does_not():
+def _refuse(*_):
+    raise AssertionError("nothing is added on a CPU")
+
+
+def test_a_plan_for_gpus_counts_what_the_allocator_adds_and_one_for_cpus_does_not(
+    monkeypatch,
+):
     with torch.device("meta"):
         model = GPT(num_layers=2, width=512, num_heads=8, vocabulary=1000, length=512)
     inputs = torch.zeros(4, 512, dtype=torch.long)
@@ -71,8 +78,14 @@ def test_a_plan_for_gpus_counts_what_the_allocator_adds_and_one_for_cpus_does_no
         )
 
     on_gpus = plan("hgx-h100")
+    monkeypatch.setattr(fsdp_memory, "excess_bytes", lambda *_: 0)
+    as_asked = plan("hgx-h100")
+    monkeypatch.setattr(fsdp_memory, "excess_bytes", _refuse)
     on_cpus = plan(replace(cluster_spec("hgx-h100"), device=device_spec("cpu")))
 
+    assert on_gpus.policy == as_asked.policy
+    assert on_gpus.sharding == as_asked.sharding
+    assert on_gpus.peak_bytes > as_asked.peak_bytes
     assert sum(on_gpus.composition.values()) == on_gpus.peak_bytes
     assert on_gpus.reserved_bytes > on_gpus.peak_bytes
     assert "reserved" in str(on_gpus)
