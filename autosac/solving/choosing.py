@@ -21,6 +21,7 @@ from autosac.solving.step_model import Floor, StepModel
 _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _FLOOR_MENDS = 8  # of making it a little lower
 _LITTLE = 0.04  # of a time that a lower peak is worth
+_DEARER_DESCENTS = 3  # of a choice that is to be as low as one that takes longer
 _FEW_MENDS = 4  # of a second search
 _OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one,
 _OWN_WORK = MOST_WORK // 4  # and the work of all of them
@@ -256,7 +257,9 @@ class Chooser(StepModel):
             else:
                 best = lower
                 best_bytes = self.true_peak_bytes(best)
-        fast = self._fast_and_low(backend) if self._usual is not None else None
+        fast = None
+        if self._usual is not None:
+            fast = self._fast_and_low(backend, recompute_ms(best), best_bytes)
         if fast is not None and self.true_peak_bytes(fast) <= best_bytes:
             best = fast
         elif is_overstated and self._in_usual_blocks is not None:
@@ -266,11 +269,19 @@ class Chooser(StepModel):
         self._incumbents.add(best)
         return best
 
-    def _fast_and_low(self, backend: Backend) -> Choice | None:
+    def _fast_and_low(
+        self, backend: Backend, best_ms: float, best_bytes: int
+    ) -> Choice | None:
         """The fastest choice of least predicted peak, made lower at a little time.
 
         Many choices reach that peak, and some take a third of others' time. Which of
-        them is lowest in truth is up to the allocator.
+        them is lowest in truth is up to the allocator. While it is above that of the
+        best one known, it is made lower at more time.
+
+        Args:
+            backend: Which solver to run.
+            best_ms: Time of that one.
+            best_bytes: Its true peak.
         """
         floor = self.predicted_floor(backend)
         options = SolveOptions(backend=backend, polishes=False)
@@ -280,7 +291,15 @@ class Chooser(StepModel):
         if solution.chosen is None:
             return None
         choice = self.decode(solution)
-        return self.lower_peak(choice, recompute_ms(choice) * (1.0 + _LITTLE))
+        least_ms, more = recompute_ms(choice), _LITTLE
+        choice = self.lower_peak(choice, least_ms * (1.0 + more))
+        for _ in range(_DEARER_DESCENTS):
+            more *= 2
+            is_low = self.true_peak_bytes(choice) <= best_bytes
+            if is_low or least_ms * (1.0 + more) >= best_ms:
+                break
+            choice = self.lower_peak(choice, least_ms * (1.0 + more), best_bytes)
+        return choice
 
     def _mended(self, choice: Choice) -> Choice:
         """A choice near one that suits an allocator better, or itself."""

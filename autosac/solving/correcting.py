@@ -36,6 +36,8 @@ _FIRST_SHARE = 5 / 6  # of that for the first one, and of what is left for the n
 _ENOUGH = 1.5  # times what the first one leaves: less finds no other mixture
 _MOST_MENDS = 14  # a tenth of a second each where an allocator is replayed
 _SMALL_GAP = 0.02  # what mixtures that broke the budget may have cost at most
+_DESCENTS = 4  # with ever more time, of what broke the budget
+_LITTLE = 0.1  # of its time: what the first may add
 _NEAR = 2**-11  # of the budget: rows this close to each other give the same plan
 
 
@@ -150,6 +152,7 @@ class Search:
 
         As long as the gap is wider than some gap.
         """
+        self._lower_breaking(gap)
         breaking = self._breaking if self._breaking_ms < self.time_ms else {}
         if breaking and not self.is_within(gap):
             self._offer_spent(
@@ -161,6 +164,29 @@ class Search:
             if start and self.choice is not None and not self.is_within(gap):
                 self._offer_spent(
                     self.chooser.anneal(self.choice, start, self.budget_bytes)
+                )
+
+    def _lower_breaking(self, gap: float) -> None:
+        """Lower the peak of what broke the budget, at ever more time, until it fits.
+
+        And once it does, at less time.
+        """
+        lowest, least_ms = self._breaking, self._breaking_ms
+        most_ms = least_ms * (1.0 + _LITTLE)
+        for _ in range(_DESCENTS):
+            is_dearer = least_ms < most_ms < self.time_ms
+            if not lowest or not is_dearer or self.is_within(gap):
+                break
+            lowest = self.chooser.lower_peak(lowest, most_ms, self.budget_bytes)
+            if self.chooser.fits(lowest, self.budget_bytes):
+                self._offer_spent(lowest)
+                lowest = self._breaking
+                most_ms = (least_ms + self.time_ms) / 2
+            else:
+                least_ms = most_ms
+                most_ms = min(
+                    self._breaking_ms + 2 * (most_ms - self._breaking_ms),
+                    (most_ms + self.time_ms) / 2,
                 )
 
     def look_one_by_one(self) -> None:

@@ -29,7 +29,11 @@ _WANDERS = 0.7  # how often it goes on from another choice that is not lower
 
 
 def lower_peak(
-    simulator: Simulator, formulation: Formulation, choice: Choice, most_ms: float
+    simulator: Simulator,
+    formulation: Formulation,
+    choice: Choice,
+    most_ms: float,
+    enough_bytes: int = 0,
 ) -> Choice:
     """A choice near one whose true peak is lower, or itself; the same every time.
 
@@ -38,6 +42,7 @@ def lower_peak(
         formulation: The curves of the units.
         choice: Where to begin.
         most_ms: What it may take in all.
+        enough_bytes: A true peak at which the search ends.
     """
     draws = random.Random(0)
     best = now = choice
@@ -46,6 +51,8 @@ def lower_peak(
     looks = _MOST_PIECES // simulator.num_storages
     last = replays  # how many were left when the best was found
     while replays > max(0, last - _MOST_IN_VAIN) and looks > 0:
+        if best_bytes <= enough_bytes:
+            break
         beside = list(islice(_beside(formulation, now, most_ms), _MOST_BESIDE))
         draws.shuffle(beside)
         level, lower = [], None

@@ -100,9 +100,16 @@ class StepModel(ABC):
         """A choice beside one whose peak is lower."""
         return lowered(self._simulator, self._formulation, choice)
 
-    def lower_peak(self, choice: Choice, most_ms: float) -> Choice:
-        """A choice near one whose true peak is lower, or itself."""
-        return lower_peak(self._simulator, self._formulation, choice, most_ms)
+    def lower_peak(
+        self, choice: Choice, most_ms: float, enough_bytes: int = 0
+    ) -> Choice:
+        """A choice near one whose true peak is lower, or itself.
+
+        The search ends at a true peak that is low enough.
+        """
+        return lower_peak(
+            self._simulator, self._formulation, choice, most_ms, enough_bytes
+        )
 
     def relink(self, fitting: Choice, cheaper: Choice, budget_bytes: int) -> Choice:
         """The fitting choice, with parts of a cheaper one that breaks the budget."""
