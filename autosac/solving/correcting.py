@@ -178,6 +178,9 @@ class Search:
             if not lowest or not is_dearer or self.is_within(gap):
                 break
             lowest = self.chooser.lower_peak(lowest, most_ms, self.budget_bytes)
+            if not self.chooser.fits(lowest, self.budget_bytes):
+                mended = self.chooser.mend(lowest, self.budget_bytes, self.time_ms)
+                lowest = lowest if mended is None else mended
             if self.chooser.fits(lowest, self.budget_bytes):
                 self._offer_spent(lowest)
                 lowest = self._breaking

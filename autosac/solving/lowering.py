@@ -9,22 +9,25 @@ are many; of each whose simulated peak is low enough the allocator is replayed.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 from autosac.simulation.simulator import Simulator
-from autosac.solving.annealing import are_apart
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import recompute_ms
-from autosac.solving.repair import swapped
+from autosac.solving.repair import chosen_beside, swaps
 from autosac.solving.rules_of_thumb import Choice
 from autosac.units import curves
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
 
 _MOST_BLOCKS = 1_000_000  # of an allocator in all replays: some seconds
 _MOST_REPLAYS = 500
-_MOST_IN_VAIN = 40  # replays in a row that find nothing lower
+_MOST_IN_VAIN = 40  # replays in a row that find nothing lower,
+_MOST_AIMED_IN_VAIN = 160  # or nothing low enough
 _MOST_PIECES = 8_000_000  # of memory in all simulations
 _MOST_BESIDE = 600  # choices beside one
+_MOST_LEVEL = 24  # of these replayed before it goes on from one of them
 _WANDERS = 0.7  # how often it goes on from another choice that is not lower
 
 
@@ -44,24 +47,29 @@ def lower_peak(
         most_ms: What it may take in all.
         enough_bytes: A true peak at which the search ends.
     """
+    curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
+    if not choice.keys() <= curve_of.keys():
+        return choice
     draws = random.Random(0)
     best = now = choice
     best_bytes = now_bytes = simulator.true_peak_bytes(choice)
     replays = min(_MOST_REPLAYS, _MOST_BLOCKS // simulator.num_storages)
     looks = _MOST_PIECES // simulator.num_storages
     last = replays  # how many were left when the best was found
-    while replays > max(0, last - _MOST_IN_VAIN) and looks > 0:
+    most_in_vain = _MOST_AIMED_IN_VAIN if enough_bytes else _MOST_IN_VAIN
+    while replays > max(0, last - most_in_vain) and looks > 0:
         if best_bytes <= enough_bytes:
             break
-        beside = list(islice(_beside(formulation, now, most_ms), _MOST_BESIDE))
-        draws.shuffle(beside)
+        moves = list(_moves(curve_of, now, most_ms))
+        draws.shuffle(moves)
         level, lower = [], None
-        for other in beside[:looks]:
+        for move in moves[: min(looks, _MOST_BESIDE)]:
             looks -= 1
+            other = move.of(now)
             if simulator.peak_bytes(other) > best_bytes:
                 continue
             level.append(other)
-            if not replays:
+            if not replays or len(level) > _MOST_LEVEL:
                 break
             replays -= simulator.takes_replay(other)
             if simulator.true_peak_bytes(other) < now_bytes:
@@ -77,22 +85,34 @@ def lower_peak(
     return best
 
 
-def _beside(
-    formulation: Formulation, choice: Choice, most_ms: float
-) -> Iterator[Choice]:
-    """Choices with another point of a unit, or with one unit more or another one."""
-    curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
-    if not choice.keys() <= curve_of.keys():
-        return
+class _Move(NamedTuple):
+    """A unit to leave out, or none, and one to run under a policy."""
+
+    without: Unit | None
+    unit: Unit
+    policy: Policy
+
+    def of(self, choice: Choice) -> Choice:
+        """The choice after the move."""
+        others = {u: own for u, own in choice.items() if u is not self.without}
+        return {**others, self.unit: self.policy}
+
+
+def _moves(
+    curve_of: Mapping[Unit, curves.UnitCurve], choice: Choice, most_ms: float
+) -> Iterator[_Move]:
+    """To another point of a unit, to another unit, or to one unit more."""
     room_ms = most_ms - recompute_ms(choice)
+    beside = chosen_beside(curve_of, choice)
     for unit, own in choice.items():
         own_ms = curves.recompute_ms(unit, own) + room_ms
         for policy in curve_of[unit].policies:
             if policy != own and curves.recompute_ms(unit, policy) <= own_ms:
-                yield {**choice, unit: policy}
-    yield from swapped(curve_of, choice)
+                yield _Move(None, unit, policy)
+    for unit, twin in swaps(curve_of, choice, beside):
+        yield _Move(unit, twin, choice[unit])
     for unit, curve in curve_of.items():
-        if all(are_apart(unit, other) for other in choice):
+        if not beside[unit]:
             for policy in curve.policies:
                 if curves.recompute_ms(unit, policy) <= room_ms:
-                    yield {**choice, unit: policy}
+                    yield _Move(None, unit, policy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple
 
@@ -138,20 +138,45 @@ def swapped(
     curve_of: Mapping[Unit, curves.UnitCurve], choice: Mapping[Unit, Policy]
 ) -> Iterator[Choice]:
     """The choice with another unit of the same curve instead of one of its units."""
-    chosen = sorted(choice, key=lambda unit: unit.call.enter)  # none in another one
+    beside = chosen_beside(curve_of, choice)
+    for unit, twin in swaps(curve_of, choice, beside):
+        others = {u: own for u, own in choice.items() if u is not unit}
+        yield {**others, twin: choice[unit]}
+
+
+def chosen_beside(
+    units: Iterable[Unit], choice: Iterable[Unit]
+) -> dict[Unit, list[Unit]]:
+    """For each of some units the chosen ones that are it, or lie in or around it.
+
+    Args:
+        units: Some.
+        choice: None of them in another one.
+    """
+    chosen = sorted(choice, key=lambda unit: unit.call.enter)
     enters = [unit.call.enter for unit in chosen]
     exits = [unit.call.exit for unit in chosen]
-    alike = defaultdict[int, list[tuple[Unit, list[Unit]]]](list)
-    for twin, curve in curve_of.items():
-        first = bisect_left(exits, twin.call.enter)
-        beside = chosen[first : bisect_right(enters, twin.call.exit)]
-        if len(beside) < 2:
-            alike[id(curve)].append((twin, beside))
-    for unit, policy in choice.items():
-        for twin, beside in alike[id(curve_of[unit])]:
-            if twin is not unit and beside in ([], [unit]):
-                others = {u: own for u, own in choice.items() if u is not unit}
-                yield {**others, twin: policy}
+    beside = {}
+    for unit in units:
+        first = bisect_left(exits, unit.call.enter)
+        beside[unit] = chosen[first : bisect_right(enters, unit.call.exit)]
+    return beside
+
+
+def swaps(
+    curve_of: Mapping[Unit, curves.UnitCurve],
+    choice: Iterable[Unit],
+    beside: Mapping[Unit, list[Unit]],
+) -> Iterator[tuple[Unit, Unit]]:
+    """Chosen units, each with one of the same curve that may take its place."""
+    alike = defaultdict[int, list[Unit]](list)
+    for twin, chosen in beside.items():
+        if len(chosen) < 2:
+            alike[id(curve_of[twin])].append(twin)
+    for unit in choice:
+        for twin in alike[id(curve_of[unit])]:
+            if twin is not unit and beside[twin] in ([], [unit]):
+                yield unit, twin
 
 
 def _moves(
