@@ -88,6 +88,7 @@ class Chooser(StepModel):
         if lowest is not None and self.true_peak_bytes(lowest) > budget_bytes:
             return None, 0.0
         search = Search(self, budget_bytes, options, start)
+        search.descends = self._usual is not None
         search.offer(self._incumbents.cheapest(budget_bytes))
         if self._plain is not None:
             search.offer(self._plain.choose(budget_bytes, options)[0])
@@ -294,7 +295,7 @@ class Chooser(StepModel):
         least_ms, more = recompute_ms(choice), _LITTLE
         choice = self.lower_peak(choice, least_ms * (1.0 + more))
         for _ in range(_DEARER_DESCENTS):
-            more *= 2
+            more *= 3
             is_low = self.true_peak_bytes(choice) <= best_bytes
             if is_low or least_ms * (1.0 + more) >= best_ms:
                 break

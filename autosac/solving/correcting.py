@@ -54,6 +54,8 @@ class Search:
         bound_ms: Of the solve with the lowest rows.
         mends_left: How many choices that break the budget may still be mended.
         work_left: Of all MILPs that are still to be solved.
+        descends: Whether an allocator may add to choices, so that it pays to lower one
+            that breaks the budget.
     """
 
     chooser: StepModel
@@ -65,8 +67,12 @@ class Search:
     bound_ms: float = 0.0
     mends_left: int = _MOST_MENDS
     work_left: int = MOST_WORK
+    descends: bool = False
     _breaking_ms: float = 0.0
     _breaking: Choice | None = None  # the last that broke the budget
+    _descended_from: Choice | None = None  # the same when its peak was lowered,
+    _lowered: Choice | None = None  # the lowest choice near it,
+    _lowered_ms: float = 0.0  # and what that may have taken
     _near: tuple[int | None, ...] | None = None  # the same as the MILP has it
     _is_feasible: bool = False  # as far as the MILP's relaxation can tell
     _lowest: IntArray | None = None  # rows whose bound holds
@@ -140,6 +146,8 @@ class Search:
             elif (raised == lowest).all():
                 self.bound_ms = max(self.bound_ms, bound_ms)
             higher = self._next_rows(raised, solution)
+            if self.descends and is_lower:
+                self._lower_breaking(_SMALL_GAP, most_descents=1)
             raised = self._after_mixture(raised) if higher is None else higher
         if self.choice is not None and self._breaking is not None:
             self.offer(
@@ -152,7 +160,7 @@ class Search:
 
         As long as the gap is wider than some gap.
         """
-        self._lower_breaking(gap)
+        self._lower_breaking(gap, most_descents=_DESCENTS)
         breaking = self._breaking if self._breaking_ms < self.time_ms else {}
         if breaking and not self.is_within(gap):
             self._offer_spent(
@@ -166,31 +174,38 @@ class Search:
                     self.chooser.anneal(self.choice, start, self.budget_bytes)
                 )
 
-    def _lower_breaking(self, gap: float) -> None:
+    def _lower_breaking(self, gap: float, most_descents: int) -> None:
         """Lower the peak of what broke the budget, at ever more time, until it fits.
 
         And once it does, at less time.
         """
-        lowest, least_ms = self._breaking, self._breaking_ms
-        most_ms = least_ms * (1.0 + _LITTLE)
-        for _ in range(_DESCENTS):
-            is_dearer = least_ms < most_ms < self.time_ms
-            if not lowest or not is_dearer or self.is_within(gap):
+        if self._descended_from is not self._breaking:
+            self._descended_from = self._lowered = self._breaking
+            self._lowered_ms = self._breaking_ms
+        for _ in range(most_descents):
+            least_ms = self._lowered_ms
+            is_near = self.time_ms - least_ms <= gap * self.time_ms
+            if not self._lowered or is_near or self.is_within(gap):
                 break
-            lowest = self.chooser.lower_peak(lowest, most_ms, self.budget_bytes)
-            if not self.chooser.fits(lowest, self.budget_bytes):
-                mended = self.chooser.mend(lowest, self.budget_bytes, self.time_ms)
-                lowest = lowest if mended is None else mended
-            if self.chooser.fits(lowest, self.budget_bytes):
-                self._offer_spent(lowest)
-                lowest = self._breaking
-                most_ms = (least_ms + self.time_ms) / 2
+            added_ms = least_ms - self._breaking_ms
+            most_ms = self._breaking_ms + (2 * added_ms or least_ms * _LITTLE)
+            most_ms = min(most_ms, (least_ms + self.time_ms) / 2)
+            fitting = self._lower(self._lowered, most_ms)
+            if fitting is None:
+                self._lowered_ms = most_ms
             else:
-                least_ms = most_ms
-                most_ms = min(
-                    self._breaking_ms + 2 * (most_ms - self._breaking_ms),
-                    (most_ms + self.time_ms) / 2,
-                )
+                self._offer_spent(fitting)
+                self._lowered = self._breaking
+
+    def _lower(self, choice: Choice, most_ms: float) -> Choice | None:
+        """A choice near one that breaks the budget; None if none was found that fits.
+
+        The lowest one found is where the next search begins.
+        """
+        self._lowered = self.chooser.lower_peak(choice, most_ms, self.budget_bytes)
+        if self.chooser.fits(self._lowered, self.budget_bytes):
+            return self._lowered
+        return self.chooser.mend(self._lowered, self.budget_bytes, self.time_ms)
 
     def look_one_by_one(self) -> None:
         """Look at what takes less than the best choice that fits, after `run`.

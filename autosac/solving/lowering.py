@@ -24,7 +24,7 @@ from autosac.units.unit import Unit
 _MOST_BLOCKS = 1_000_000  # of an allocator in all replays: some seconds
 _MOST_REPLAYS = 500
 _MOST_IN_VAIN = 40  # replays in a row that find nothing lower,
-_MOST_AIMED_IN_VAIN = 160  # or nothing low enough
+_MOST_AIMED_IN_VAIN = 96  # or nothing low enough
 _MOST_PIECES = 8_000_000  # of memory in all simulations
 _MOST_BESIDE = 600  # choices beside one
 _MOST_LEVEL = 24  # of these replayed before it goes on from one of them
