@@ -17,3 +17,27 @@ def test_what_an_allocator_adds_is_lowered_in_no_more_than_a_time_and_always_ali
     assert profile.peak_bytes(lower) < profile.peak_bytes(choice)
     assert recompute_ms(lower) <= most_ms * (1.0 + 1e-9)
     assert lower_peak(simulator, formulation, choice, most_ms) == lower
+
+
+@pytest.mark.usefixtures("kept_workspaces")
+def test_a_search_for_a_peak_that_is_low_enough_ends_there(monkeypatch):
+    profile = gpt_on_a_gpu()
+    simulator, formulation = profile.simulator, profile.formulation
+    choice = profile.rules.every_kth_block(2)
+    most_ms = 1.5 * recompute_ms(choice)
+    looked_at = []
+    true_peak_bytes = simulator.true_peak_bytes
+    monkeypatch.setattr(
+        simulator,
+        "true_peak_bytes",
+        lambda other: looked_at.append(other) or true_peak_bytes(other),
+    )
+    enough_bytes = profile.peak_bytes(choice) - 1
+    looked_at.clear()
+
+    lower = lower_peak(simulator, formulation, choice, most_ms, enough_bytes)
+
+    assert true_peak_bytes(lower) <= enough_bytes
+    assert looked_at[-1] == lower  # nothing after it
+    assert all(true_peak_bytes(other) > enough_bytes for other in looked_at[:-2])
+    assert lower_peak(simulator, formulation, choice, most_ms, 2**60) == choice
