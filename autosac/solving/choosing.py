@@ -291,7 +291,7 @@ class Chooser(StepModel):
         )
         if solution.chosen is None:
             return None
-        choice = self.decode(solution)
+        choice: Choice = self.decode(solution)
         least_ms, more = recompute_ms(choice), _LITTLE
         choice = self.lower_peak(choice, least_ms * (1.0 + more))
         for _ in range(_DEARER_DESCENTS):
