@@ -20,11 +20,22 @@ SHARES = (0.03, 0.3, 0.7)  # of the way from the least peak to the fastest plan'
 KINDS = ("tensor", "sequence")
 EXPERT = "expert"  # the kind whose ranks have whole experts of a mixture
 LOSS = "sequence and loss"  # the kind whose logits stay divided over the vocabulary
+GIVEN = "given"  # the kind that leaves a vocabulary whole, which may be odd
+# Of that kind: the layers of the blocks of `rank_models`.
+_STYLES = {
+    **{f"h.*.attn.{name}_proj": "colwise" for name in "qkv"},
+    "h.*.attn.out_proj": "rowwise",
+    "h.*.mlp.0": "colwise",
+    "h.*.mlp.2": "rowwise",
+}
 _INFINITE = 2**40
+_TRUTH = f"within {LARGEST_DIFFERENCE:.0e} of one process that holds all"
 
 
 def divided_by(kind: str) -> dict[str, Any]:
     """Options of plans of a kind."""
+    if kind == GIVEN:
+        return {"tp_plan": _STYLES}
     tp_plan = "sequence" if kind == LOSS else kind
     return {"tp_plan": tp_plan or None, "loss_parallel": kind == LOSS}
 
@@ -169,23 +180,39 @@ def differences(
 
 
 def write_table(
-    path: Path,
-    title: str,
-    rows: Sequence[Outcome],
-    *notes: str,
-    truth: str = f"within {LARGEST_DIFFERENCE:.0e} of one process that holds all",
+    path: Path, title: str, rows: Sequence[Outcome], *, truth: str = _TRUTH
 ) -> int:
-    """Write and print what became of plans.
+    """Write and print a `page`.
 
     Args:
         path: The file.
+        title: As for the page,
+        rows: likewise,
+        truth: likewise.
+
+    Returns:
+        0 if every promise is kept, else 1.
+    """
+    text = page(title, rows, truth=truth)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    print(text)
+    return 0 if all(row.is_kept for row in rows) else 1
+
+
+def page(
+    title: str,
+    rows: Sequence[Outcome],
+    *notes: str,
+    truth: str = _TRUTH,
+) -> str:
+    """What became of plans, in Markdown.
+
+    Args:
         title: What they were.
         rows: How they did.
         notes: Paragraphs besides.
         truth: What losses and gradients are.
-
-    Returns:
-        0 if every promise is kept, else 1.
     """
     num_kept = sum(row.is_kept for row in rows)
     heads = list(rows[0].cells)
@@ -210,8 +237,4 @@ def write_table(
         f"|{'---|' * len(heads)}",
         *(f"| {' | '.join(row.cells.values())} |" for row in rows),
     ]
-    text = "\n".join(lines) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    print(text)
-    return 0 if num_kept == len(rows) else 1
+    return "\n".join(lines) + "\n"

@@ -48,6 +48,7 @@ from autosac.step.training_step import finish_step, micro_step
 from benchmarks import allocator_shim, rank_server
 from benchmarks.kept_promises import (
     EXPERT,
+    GIVEN,
     KINDS,
     LARGEST_DIFFERENCE,
     LINKS,
@@ -61,88 +62,33 @@ from benchmarks.kept_promises import (
     write_table,
 )
 from benchmarks.models.workload import labelled
+from benchmarks.rank_models import (
+    GPT,
+    IMAGE,
+    LENGTH,
+    VOCABULARY,
+    WIDTH,
+    Convolutional,
+    VariedGPT,
+)
 from benchmarks.ranks import Recipe, reference
 
 MESHES = ((2, 1), (4, 2), (4, 1))  # ranks, and over how many pairs of them FSDP2 shards
 CONTEXT = "context"  # the kind whose ranks have parts of the sequence
 MIXED, AUTOCAST = "bfloat16", "autocast"  # FSDP2 gathers in that type; or autocast
 BOTH = tuple(f"{CONTEXT} and {kind}" for kind in (*KINDS, LOSS))  # and share slices
-_VOCABULARY, _LENGTH, _BATCH, _WIDTH = 1024, 64, 4, 96
-
-
-class Attention(nn.Module):
-    """Causal attention whose number of heads is what its projections have."""
-
-    def __init__(self, head_dim: int = 16) -> None:
-        super().__init__()
-        self.head_dim = head_dim
-        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (
-            nn.Linear(_WIDTH, _WIDTH) for _ in range(4)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, length, _ = x.shape
-        query, key, value = (
-            part(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True
-        )
-        out: torch.Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
-        return out
-
-
-class Block(nn.Module):
-    """A block of GPT-2."""
-
-    def __init__(self, head_dim: int = 16) -> None:
-        super().__init__()
-        self.ln_1, self.ln_2 = nn.LayerNorm(_WIDTH), nn.LayerNorm(_WIDTH)
-        self.attn = Attention(head_dim)
-        self.mlp = nn.Sequential(
-            nn.Linear(_WIDTH, 4 * _WIDTH), nn.GELU(), nn.Linear(4 * _WIDTH, _WIDTH)
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.ln_1(x))
-        out: torch.Tensor = x + self.mlp(self.ln_2(x))
-        return out
-
-
-class GPT(nn.Module):
-    """GPT-2: positions are learnt, the head has the weight of the embedding."""
-
-    def __init__(self, head_dim: int = 16) -> None:
-        super().__init__()
-        self.wte = nn.Embedding(_VOCABULARY, _WIDTH)
-        self.wpe = nn.Embedding(_LENGTH, _WIDTH)
-        self.h = nn.ModuleList(Block(head_dim) for _ in range(4))
-        self.ln_f = nn.LayerNorm(_WIDTH)
-        self.lm_head = nn.Linear(_WIDTH, _VOCABULARY, bias=False)
-        self.lm_head.weight = self.wte.weight
-
-    def forward(
-        self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        if position_ids is None:
-            position_ids = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.wte(tokens) + self.wpe(position_ids)
-        for block in self.h:
-            x = block(x)
-        logits: torch.Tensor = self.lm_head(self.ln_f(x))
-        return logits
+_BATCH = 4
 
 
 def _llama(num_heads: int = 6) -> nn.Module:
     config = transformers.LlamaConfig(
         num_hidden_layers=4,
-        hidden_size=_WIDTH,
+        hidden_size=WIDTH,
         intermediate_size=256,
         num_attention_heads=num_heads,
         num_key_value_heads=2,
-        max_position_embeddings=_LENGTH,
-        vocab_size=_VOCABULARY,
+        max_position_embeddings=LENGTH,
+        vocab_size=VOCABULARY,
         use_cache=False,
     )
     model: nn.Module = transformers.LlamaForCausalLM(config).train()
@@ -150,11 +96,19 @@ def _llama(num_heads: int = 6) -> nn.Module:
 
 
 def _labelled() -> dict[str, torch.Tensor]:
-    return labelled(_VOCABULARY, _BATCH, _LENGTH)
+    return labelled(VOCABULARY, _BATCH, LENGTH)
 
 
 def _tokens() -> torch.Tensor:
-    return torch.randint(_VOCABULARY, (_BATCH, _LENGTH))
+    return torch.randint(VOCABULARY, (_BATCH, LENGTH))
+
+
+def _odd_tokens() -> torch.Tensor:
+    return torch.randint(VOCABULARY + 3, (_BATCH, LENGTH))
+
+
+def _images() -> torch.Tensor:
+    return torch.randn(_BATCH, 3, IMAGE, IMAGE)
 
 
 def _mean_softplus(output: Any) -> torch.Tensor:
@@ -164,12 +118,12 @@ def _mean_softplus(output: Any) -> torch.Tensor:
 def _mixtral() -> nn.Module:
     config = transformers.MixtralConfig(
         num_hidden_layers=3,
-        hidden_size=_WIDTH,
+        hidden_size=WIDTH,
         intermediate_size=128,
         num_attention_heads=6,
         num_key_value_heads=2,
-        max_position_embeddings=_LENGTH,
-        vocab_size=_VOCABULARY,
+        max_position_embeddings=LENGTH,
+        vocab_size=VOCABULARY,
         num_local_experts=4,
         num_experts_per_tok=2,
         output_router_logits=True,  # of which comes a loss of its own
@@ -194,6 +148,15 @@ RECIPES = {
     "MIXTRAL": Recipe(make_model=_mixtral, make_inputs=_labelled),
     "UNEVEN": Recipe(make_model=_uneven, make_inputs=_labelled),
     "GPT": Recipe(make_model=GPT, make_inputs=_tokens, loss_fn=_mean_softplus),
+    "ODD": Recipe(
+        make_model=partial(GPT, vocabulary=VOCABULARY + 3),
+        make_inputs=_odd_tokens,
+        loss_fn=_mean_softplus,
+    ),
+    "VARIED": Recipe(make_model=VariedGPT, make_inputs=_tokens, loss_fn=_mean_softplus),
+    "CONV": Recipe(
+        make_model=Convolutional, make_inputs=_images, loss_fn=_mean_softplus
+    ),
     # With heads for two ranks that have slices and parts of the sequence each.
     "LLAMA8": Recipe(make_model=partial(_llama, 8), make_inputs=_labelled),
     "GPT8": Recipe(
@@ -205,6 +168,9 @@ _KINDS_OF = {
     "MIXTRAL": (*KINDS, EXPERT),
     "UNEVEN": (EXPERT,),
     "GPT": (*KINDS, CONTEXT),
+    "ODD": (GIVEN,),
+    "VARIED": KINDS,
+    "CONV": KINDS[:1],
     "LLAMA8": BOTH,
     "GPT8": BOTH[:2],
 }
@@ -220,8 +186,8 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence", `EXPERT`, `LOSS`, `CONTEXT` or one of `BOTH`; some
-            with `MIXED` or `AUTOCAST`.
+        kind: "tensor", "sequence", `GIVEN`, `EXPERT`, `LOSS`, `CONTEXT` or one of
+            `BOTH`; some with `MIXED` or `AUTOCAST`.
         plan: What was planned.
     """
 

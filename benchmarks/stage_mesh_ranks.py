@@ -45,6 +45,7 @@ from autosac.pipelines.schedules import GPIPE, INTERLEAVED, ONE_F_ONE_B
 from autosac.quantities import format_bytes
 from benchmarks.kept_promises import (
     EXPERT,
+    GIVEN,
     KINDS,
     LARGEST_ERROR,
     LINKS,
@@ -54,23 +55,34 @@ from benchmarks.kept_promises import (
     Outcome,
     differences,
     divided_by,
+    page,
     under_caps,
-    write_table,
 )
-from benchmarks.mesh_ranks import Block
+from benchmarks.kept_traces import kept_traces
+from benchmarks.rank_models import (
+    IMAGE,
+    LENGTH,
+    NUM_CLASSES,
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Convolutional,
+    varied,
+)
 from benchmarks.stage_ranks import (
     SEED,
     Job,
     RankResult,
     Recipe,
     reference,
-    run_ranks,
+    run_jobs,
 )
 
 NUM_STAGES, NUM_MICRO_BATCHES = 2, 4
-_VOCABULARY, _LENGTH, _ROWS, _WIDTH = 1024, 64, 2, 96
+_ROWS = 2  # of a micro-batch
 _LARGE = 2**40
-_SCHEDULES = f"{ONE_F_ONE_B},{GPIPE}"
+_SCHEDULES = f"{ONE_F_ONE_B},{GPIPE},{INTERLEAVED}"
+_TITLE = "Ranks of pipelines whose stages lie on one or several"
 # What torch 2.15 lets go of earlier than others is an upper bound.
 _MOST = math.inf if HOLDS_LESS else LARGEST_ERROR
 
@@ -80,8 +92,8 @@ class Embedding(nn.Module):
 
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
-        self.wte = nn.Embedding(vocabulary, _WIDTH)
-        self.wpe = nn.Embedding(_LENGTH, _WIDTH)
+        self.wte = nn.Embedding(vocabulary, WIDTH)
+        self.wpe = nn.Embedding(LENGTH, WIDTH)
 
     def forward(
         self, tokens: torch.Tensor, position_ids: torch.Tensor | None = None
@@ -96,13 +108,13 @@ class GPT(nn.Module):
     """GPT-2 with a head of its own."""
 
     def __init__(
-        self, vocabulary: int = _VOCABULARY, num_blocks: int = 4, head_dim: int = 16
+        self, vocabulary: int = VOCABULARY, num_blocks: int = 4, head_dim: int = 16
     ) -> None:
         super().__init__()
         self.embedding = Embedding(vocabulary)
         self.h = nn.ModuleList(Block(head_dim) for _ in range(num_blocks))
-        self.ln_f = nn.LayerNorm(_WIDTH)
-        self.lm_head = nn.Linear(_WIDTH, vocabulary, bias=False)
+        self.ln_f = nn.LayerNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
@@ -116,7 +128,7 @@ class OddGPT(GPT):
     """An odd vocabulary, frozen positions, and two blocks that share an MLP."""
 
     def __init__(self, num_blocks: int = 4) -> None:
-        super().__init__(_VOCABULARY + 3, num_blocks)
+        super().__init__(VOCABULARY + 3, num_blocks)
         self.embedding.wpe.requires_grad_(False)
         self.h[-1].mlp = self.h[-2].mlp
 
@@ -126,11 +138,7 @@ class VariedGPT(GPT):
 
     def __init__(self) -> None:
         super().__init__()
-        for i, block in enumerate(self.h):
-            inner = (i + 1) * _WIDTH
-            block.mlp = nn.Sequential(
-                nn.Linear(_WIDTH, inner), nn.GELU(), nn.Linear(inner, _WIDTH)
-            )
+        varied(self.h)
 
 
 class TiedGPT(GPT):
@@ -203,12 +211,12 @@ class Llama(nn.Module):
 def small_llama(num_blocks: int = 4, num_heads: int = 6) -> Llama:
     config = transformers.LlamaConfig(
         num_hidden_layers=num_blocks,
-        hidden_size=_WIDTH,
+        hidden_size=WIDTH,
         intermediate_size=256,
         num_attention_heads=num_heads,
         num_key_value_heads=2,
-        max_position_embeddings=_LENGTH,
-        vocab_size=_VOCABULARY,
+        max_position_embeddings=LENGTH,
+        vocab_size=VOCABULARY,
         attn_implementation="sdpa",
     )
     return Llama(config)
@@ -217,12 +225,12 @@ def small_llama(num_blocks: int = 4, num_heads: int = 6) -> Llama:
 def small_mixtral(num_blocks: int = 4) -> Llama:
     config = transformers.MixtralConfig(
         num_hidden_layers=num_blocks,
-        hidden_size=_WIDTH,
+        hidden_size=WIDTH,
         intermediate_size=128,
         num_attention_heads=6,
         num_key_value_heads=2,
-        max_position_embeddings=_LENGTH,
-        vocab_size=_VOCABULARY,
+        max_position_embeddings=LENGTH,
+        vocab_size=VOCABULARY,
         num_local_experts=4,
         attn_implementation="sdpa",
         experts_implementation="grouped_mm",
@@ -232,9 +240,16 @@ def small_mixtral(num_blocks: int = 4) -> Llama:
 
 def _batch(num_micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
-    size = num_micro_batches * _ROWS, _LENGTH + 1
-    tokens = torch.randint(_VOCABULARY, size, generator=generator)
+    size = num_micro_batches * _ROWS, LENGTH + 1
+    tokens = torch.randint(VOCABULARY, size, generator=generator)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def _images(num_micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    number = num_micro_batches * _ROWS
+    images = torch.randn(number, 3, IMAGE, IMAGE, generator=generator)
+    return images, torch.randint(NUM_CLASSES, (number,), generator=generator)
 
 
 def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -247,6 +262,11 @@ RECIPES = {
     "GPT": Recipe(make_model=GPT, make_batch=_batch, loss_fn=_loss),
     "ODD": Recipe(make_model=OddGPT, make_batch=_batch, loss_fn=_loss),
     "VARIED": Recipe(make_model=VariedGPT, make_batch=_batch, loss_fn=_loss),
+    "CONV": Recipe(
+        make_model=Convolutional,
+        make_batch=_images,
+        loss_fn=functional.cross_entropy,
+    ),
     "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=_loss),
     # With heads for two ranks that have slices and parts of the sequence each.
     "LLAMA8": Recipe(
@@ -262,13 +282,22 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     MIXED: {"param_dtype": MIXED, "reduce_dtype": "float32"},
     OFFLOAD: {"offload": True},
 }
+# On each of pp, pp x fsdp, pp x tp and pp x fsdp x tp: like and unlike blocks, experts,
+# an odd vocabulary, convolutions.
+_SIX = ("LLAMA", "MIXTRAL", "GPT", "ODD", "VARIED", "CONV")
 # Models, ranks of a stage, and kinds of tensor parallelism.
 CASES: tuple[tuple[str, dict[str, int], str], ...] = (
     *((name, {"tp": 2}, kind) for name in ("LLAMA", "GPT") for kind in KINDS),
     ("LLAMA", {"tp": 2}, LOSS),
     *(("MIXTRAL", {"tp": 2}, kind) for kind in ("sequence", EXPERT)),
     ("MIXTRAL", {"fsdp": 2, "tp": 2}, EXPERT),
-    *((name, {"fsdp": 2}, "") for name in ("LLAMA", "GPT", "ODD")),
+    *((name, {}, "") for name in _SIX),
+    *((name, {"fsdp": 2}, "") for name in _SIX),
+    *(
+        (name, {**shards, "tp": 2}, kind)
+        for shards in ({}, {"fsdp": 2})
+        for name, kind in (("ODD", GIVEN), ("VARIED", "sequence"), ("CONV", "tensor"))
+    ),
     *((name, {"fsdp": 2}, MIXED) for name in ("GPT", "ODD")),
     ("GPT", {"replicate": 2}, ""),
     *((name, {}, OFFLOAD) for name in ("LLAMA", "ODD")),
@@ -291,7 +320,8 @@ class Planned:
 
     Attributes:
         model: Name of the recipe.
-        kind: "tensor", "sequence", `EXPERT`, `LOSS`, `MIXED`, `OFFLOAD` or nothing.
+        kind: "tensor", "sequence", `GIVEN`, `EXPERT`, `LOSS`, `MIXED`,
+            `OFFLOAD` or nothing.
         plan: What was planned.
     """
 
@@ -313,7 +343,8 @@ def planned(
         name: Of the recipe.
         schedule: Its name.
         mesh: Ranks of a stage, by dimension.
-        kind: "tensor", "sequence", `EXPERT`, `LOSS`, `MIXED`, `OFFLOAD` or nothing.
+        kind: "tensor", "sequence", `GIVEN`, `EXPERT`, `LOSS`, `MIXED`,
+            `OFFLOAD` or nothing.
         shares: As in `under_caps`.
     """
     for plan in under_caps(partial(_plan, name, schedule, mesh, kind), shares):
@@ -346,16 +377,36 @@ def _plan(
 
 def run(cell: Planned) -> Outcome:
     """Run one plan, and hold it against one process."""
+    (outcome,) = run_all([cell])
+    return outcome
+
+
+def run_all(cells: Sequence[Planned]) -> list[Outcome]:
+    """The same with plans of one model on one mesh, one after the other."""
+    jobs = [
+        Job(
+            recipe=RECIPES[cell.model],
+            schedule=cell.plan.pipeline,
+            starts=(),
+            plan=cell.plan,
+            num_steps=NUM_STEPS,
+        )
+        for cell in cells
+    ]
+    truth = reference(jobs[0])
+    return [
+        _outcome(cell, results, *truth)
+        for cell, results in zip(cells, run_jobs(jobs), strict=True)
+    ]
+
+
+def _outcome(
+    cell: Planned,
+    results: Sequence[RankResult],
+    losses: list[float],
+    gradients: dict[str, torch.Tensor],
+) -> Outcome:
     plan = cell.plan
-    job = Job(
-        recipe=RECIPES[cell.model],
-        schedule=plan.pipeline,
-        starts=(),
-        plan=plan,
-        num_steps=NUM_STEPS,
-    )
-    results = run_ranks(job)
-    losses, gradients = reference(job)
     # Every rank of the last stage has those of its share of the batch.
     pairs = [
         (loss, losses[result.share * NUM_MICRO_BATCHES + i])
@@ -409,27 +460,42 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    models = options.models.split(",")
-    shares = [*map(float, options.shares.split(","))]
-    cells = (
-        cell
-        for name, mesh, kind in CASES
-        if name in models and (not options.dimension or options.dimension in mesh)
-        for schedule in options.schedules.split(",")
-        if kind != OFFLOAD or schedule != INTERLEAVED  # which is not planned
-        for cell in planned(name, schedule, mesh, kind, shares)
-    )
-    which = "" if options.schedules == _SCHEDULES else f"_{options.schedules}"
-    which += f"_{options.dimension}" * bool(options.dimension)
-    return write_table(
-        options.output / f"stage_mesh_ranks{which}.md",
-        "Ranks of pipelines whose stages lie on several",
-        [run(cell) for cell in cells],
-        f"{NUM_STAGES} stages (twice as many under {INTERLEAVED}), {NUM_MICRO_BATCHES}"
+    is_kept = [_table(schedule, options) for schedule in options.schedules.split(",")]
+    return 0 if all(is_kept) else 1
+
+
+def _table(schedule: str, options: argparse.Namespace) -> bool:
+    """Plan and run under one schedule; the table is written as its rows come."""
+    path = options.output / f"stage_mesh_ranks_{schedule}.md"
+    if options.dimension:
+        path = path.with_stem(f"{path.stem}_{options.dimension}")
+    notes = (
+        f"{NUM_STAGES * (1 + (schedule == INTERLEAVED))} stages, {NUM_MICRO_BATCHES}"
         " micro-batches for each replica and shard. *predicted*, *measured*: of the"
         " ranks of each place in the pipeline.",
         _refused("TIED", {"fsdp": 2}),
     )
+    shares = [*map(float, options.shares.split(","))]
+    rows: list[Outcome] = []
+    for case in _cases(schedule, options):
+        with kept_traces():
+            cells = [*planned(*case, shares)]
+        rows += run_all(cells)
+        path.write_text(page(_TITLE, rows, *notes))
+        print(*(row.cells for row in rows[-len(cells) :]), sep="\n", flush=True)
+    return all(row.is_kept for row in rows)
+
+
+def _cases(
+    schedule: str, options: argparse.Namespace
+) -> Iterator[tuple[str, str, Mapping[str, int], str]]:
+    """What is planned for one table: model, schedule, mesh and kind."""
+    for name, mesh, kind in CASES:
+        # Meshes with parts of sequences are in tables of their own.
+        is_asked = options.dimension in mesh if options.dimension else "cp" not in mesh
+        is_refused = kind == OFFLOAD and schedule == INTERLEAVED
+        if name in options.models.split(",") and is_asked and not is_refused:
+            yield name, schedule, mesh, kind
 
 
 if __name__ == "__main__":

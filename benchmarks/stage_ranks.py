@@ -123,7 +123,15 @@ def can_count() -> bool:
 
 def run_ranks(job: Job) -> list[RankResult]:
     """Run a pipeline in as many processes as it has ranks."""
-    return rank_server.run_ranks(_run, job.num_ranks, job)
+    (results,) = run_jobs([job])
+    return results
+
+
+def run_jobs(jobs: Sequence[Job]) -> list[list[RankResult]]:
+    """Run pipelines of as many ranks one after the other, in the same processes."""
+    (num_ranks,) = {job.num_ranks for job in jobs}
+    of_ranks = rank_server.run_ranks(_run_all, num_ranks, jobs, timeout_s=900)
+    return [list(results) for results in zip(*of_ranks, strict=True)]
 
 
 @torch.backends.mkldnn.flags(enabled=False)
@@ -152,9 +160,14 @@ def reference(job: Job) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, gradients
 
 
-def _run(rank: int, job: Job) -> RankResult:
+def _run_all(rank: int, jobs: Sequence[Job]) -> list[RankResult]:
     torch.backends.mkldnn.set_flags(False)
+    return [_run(rank, job) for job in jobs]
+
+
+def _run(rank: int, job: Job) -> RankResult:
     schedule, recipe = job.schedule, job.recipe
+    gc.collect()
     dist.barrier()  # which leaves something behind
     before_bytes = allocator_shim.live_bytes()
     share = part = 0
