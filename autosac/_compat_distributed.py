@@ -266,9 +266,25 @@ def fake_group(num_ranks: int, rank: int = 0) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # slow to import
 
     hook = sys.excepthook  # which the group replaces
+    _forget_groups()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_groups()
         sys.excepthook = hook
+
+
+def _forget_groups() -> None:
+    """Let `DTensor` find out anew how results of ops lie on meshes.
+
+    What it has found out names the groups of the mesh that it was for, and meshes of
+    the same ranks are equal to it whatever their groups are called: those of a world
+    that was destroyed are not there, or another one has such a name.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_python_sharding_prop_cache()
+        debug._clear_fast_path_sharding_prop_cache()

@@ -19,6 +19,7 @@ def kept_traces() -> Iterator[None]:
     measure = micro_batches.calibrated_if_present
     kept: dict[str, Any] = {
         **{name: _kept(getattr(micro_batches, name)) for name in _TRACING},
+        **{name: _told(getattr(micro_batches, name)) for name in _DIVIDING},
         "calibrated_if_present": _measured_once(measure),
     }
     with ExitStack() as stack:
@@ -28,6 +29,16 @@ def kept_traces() -> Iterator[None]:
 
 
 _TRACING = ("stage_step", "profile_in")
+_DIVIDING = ("divided_copy", "rank_copy")
+
+
+def _told(divide: Callable[..., Any]) -> Callable[..., Any]:
+    def told(stage: torch.nn.Module, *how: Any) -> Any:
+        divided = divide(stage, *how)
+        divided._divided_so = repr(how)
+        return divided
+
+    return told
 
 
 def _kept(trace: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,12 +65,8 @@ def _described(stage: torch.nn.Module) -> tuple[Any, ...]:
         (fqn, getattr(p, "_local_tensor", p).shape, p.requires_grad)
         for fqn, p in stage.named_parameters()
     ]
-    modes = {
-        type(child.forward.mode).__name__
-        for child in stage.modules()
-        if hasattr(child.forward, "mode")
-    }
-    return blocks, parts, modes, stage._tokens_given
+    divided_so = getattr(stage, "_divided_so", "")
+    return blocks, parts, divided_so, stage._tokens_given
 
 
 def _measured_once(measure: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -159,6 +159,25 @@ def test_a_rank_is_planned_for_a_gpu_that_is_not_there():
     assert whole.may_offload and not tensor.may_offload
 
 
+def gathered_width(degree):
+    """Of a layer whose slices lie on so many ranks of the group that is there."""
+    mesh = init_device_mesh("cpu", (degree,))
+    layer = nn.Linear(WIDTH, HIDDEN)
+    style = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(layer, mesh, style, src_data_rank=None)
+    return layer(torch.zeros(1, WIDTH)).shape[1]
+
+
+def test_groups_of_a_world_that_is_gone_are_those_of_no_other_world():
+    # PyTorch numbers a world's groups as they come, and meshes of the same ranks are
+    # equal: what it has found out of one names the group of another size, or of none.
+    widths = []
+    for num_ranks, *degrees in ((8, 2, 4), (8, 4, 2), (2, 2)):
+        with fake_group(num_ranks):
+            widths += map(gathered_width, degrees)
+    assert widths == [HIDDEN] * 5
+
+
 def test_what_is_sharded_already_is_refused():
     with fake_group(2):
         mesh = init_device_mesh("cpu", (2,))
