@@ -29,7 +29,7 @@ _STYLES = {
     "h.*.mlp.2": "rowwise",
 }
 _INFINITE = 2**40
-_TRUTH = f"within {LARGEST_DIFFERENCE:.0e} of one process that holds all"
+TRUTH = f"within {LARGEST_DIFFERENCE:.0e} of one process that holds all"
 
 
 def divided_by(kind: str) -> dict[str, Any]:
@@ -180,42 +180,43 @@ def differences(
 
 
 def write_table(
-    path: Path, title: str, rows: Sequence[Outcome], *, truth: str = _TRUTH
-) -> int:
-    """Write and print a `page`.
-
-    Args:
-        path: The file.
-        title: As for the page,
-        rows: likewise,
-        truth: likewise.
-
-    Returns:
-        0 if every promise is kept, else 1.
-    """
-    text = page(title, rows, truth=truth)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    print(text)
-    return 0 if all(row.is_kept for row in rows) else 1
-
-
-def page(
+    path: Path,
     title: str,
     rows: Sequence[Outcome],
     *notes: str,
-    truth: str = _TRUTH,
-) -> str:
-    """What became of plans, in Markdown.
+    truth: str = TRUTH,
+) -> bool:
+    """Write a table of rows, and of those that it had of other models.
 
     Args:
+        path: The file.
         title: What they were.
-        rows: How they did.
+        rows: How plans did.
         notes: Paragraphs besides.
         truth: What losses and gradients are.
+
+    Returns:
+        Whether every promise of these rows is kept.
     """
-    num_kept = sum(row.is_kept for row in rows)
-    heads = list(rows[0].cells)
+    own = [row.cells for row in rows]
+    models = {cells["model"] for cells in own}
+    others = [cells for cells in _cells_of(path) if cells["model"] not in models]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_page(title, [*others, *own], *notes, truth=truth))
+    return all(row.is_kept for row in rows)
+
+
+def _cells_of(path: Path) -> list[dict[str, str]]:
+    """Lines of a table that was written."""
+    text = path.read_text() if path.exists() else ""
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    heads, *rows = [line.strip("|").strip(" ").split(" | ") for line in lines] or [[]]
+    return [dict(zip(heads, row, strict=True)) for row in rows]
+
+
+def _page(title: str, rows: Sequence[dict[str, str]], *notes: str, truth: str) -> str:
+    num_kept = sum(row["kept"] == "yes" for row in rows)
+    heads = list(rows[0])
     lines = [
         f"# {title}: caps, predicted and measured peaks",
         "",
@@ -229,12 +230,14 @@ def page(
         " the rank where it is largest.",
         *(line for note in notes for line in ("", note)),
         "",
+        "Machine and load are those of the rows that were written last.",
+        "",
         "```",
         *(f"{key}: {value}" for key, value in environment().items()),
         "```",
         "",
         f"| {' | '.join(heads)} |",
         f"|{'---|' * len(heads)}",
-        *(f"| {' | '.join(row.cells.values())} |" for row in rows),
+        *(f"| {' | '.join(row.values())} |" for row in rows),
     ]
     return "\n".join(lines) + "\n"

@@ -1,16 +1,18 @@
-"""Ranks of pipelines whose stages lie on several: caps, peaks, gradients.
+"""Ranks of pipelines whose stages lie on one or several: caps, peaks, gradients.
 
     python -m benchmarks.stage_mesh_ranks [--models LLAMA,GPT,ODD] [--output DIR]
         [--schedules 1F1B,GPipe] [--dimension cp] [--shares 0.03,0.5]
 
-`plan_pipeline` plans models of 2 stages (4 under ``Interleaved1F1B``) for 4 ranks and
-for 8 (`CASES`): FSDP2 shards each stage, copies of it train on batches of their own,
-ranks share slices of tensors with or without parts of the sequence between blocks and
-with losses of divided logits, or have parts of the sequence all the time, FSDP2 with
-slices, and with mixed precision, whose truth is one process that computes in that type;
-some have activations in far memory, a file; with ``--dimension`` only meshes that have
-it; under each schedule, each under three caps: near the least peak, and at a third and
-two thirds of the way to the fastest plan's, or at other ``--shares`` of that way.
+`plan_pipeline` plans models of 2 stages (4 under ``Interleaved1F1B``) for 2 ranks, for
+4 and for 8 (`CASES`): FSDP2 shards each stage, copies of it train on batches of their
+own, ranks share slices of tensors with or without parts of the sequence between blocks
+and with losses of divided logits, or have parts of the sequence all the time, FSDP2
+with slices, and with mixed precision, whose truth is one process that computes in that
+type; some have activations in far memory, a file. With ``--dimension`` only meshes that
+have it are planned, else those without ``cp``. Each is planned under three caps: near
+the least peak, and at a third and two thirds of the way to the fastest plan's, or at
+other ``--shares`` of that way. Each schedule has a table, which is written as rows
+come; rows of models that are not run stay in it.
 Ranks are processes that gloo connects (`stage_ranks`). What they hold is counted by
 `allocator_shim.c` on all threads, to the byte; it takes a C compiler. oneDNN is
 switched off: it keeps memory between steps that no plan knows of.
@@ -55,8 +57,8 @@ from benchmarks.kept_promises import (
     Outcome,
     differences,
     divided_by,
-    page,
     under_caps,
+    write_table,
 )
 from benchmarks.kept_traces import kept_traces
 from benchmarks.rank_models import (
@@ -476,26 +478,25 @@ def _table(schedule: str, options: argparse.Namespace) -> bool:
         _refused("TIED", {"fsdp": 2}),
     )
     shares = [*map(float, options.shares.split(","))]
-    rows: list[Outcome] = []
-    for case in _cases(schedule, options):
+    is_kept, rows = True, list[Outcome]()
+    for name, mesh, kind in _cases(options):
         with kept_traces():
-            cells = [*planned(*case, shares)]
+            cells = [*planned(name, schedule, mesh, kind, shares)]
         rows += run_all(cells)
-        path.write_text(page(_TITLE, rows, *notes))
+        is_kept = write_table(path, _TITLE, rows, *notes)
         print(*(row.cells for row in rows[-len(cells) :]), sep="\n", flush=True)
-    return all(row.is_kept for row in rows)
+    return is_kept
 
 
 def _cases(
-    schedule: str, options: argparse.Namespace
-) -> Iterator[tuple[str, str, Mapping[str, int], str]]:
-    """What is planned for one table: model, schedule, mesh and kind."""
+    options: argparse.Namespace,
+) -> Iterator[tuple[str, Mapping[str, int], str]]:
+    """What is planned for one table: model, mesh and kind."""
     for name, mesh, kind in CASES:
         # Meshes with parts of sequences are in tables of their own.
         is_asked = options.dimension in mesh if options.dimension else "cp" not in mesh
-        is_refused = kind == OFFLOAD and schedule == INTERLEAVED
-        if name in options.models.split(",") and is_asked and not is_refused:
-            yield name, schedule, mesh, kind
+        if name in options.models.split(",") and is_asked:
+            yield name, mesh, kind
 
 
 if __name__ == "__main__":
