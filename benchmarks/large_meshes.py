@@ -231,7 +231,7 @@ def llama(name: str, length: int = LENGTH, *, is_chain: bool = True) -> nn.Modul
         return model.train()
 
 
-def _loss(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def loss_of(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Of all tokens, or of a part of them."""
     target = target[:, : logits.shape[1]]
     return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
@@ -239,7 +239,7 @@ def _loss(target: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
 
 def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Cross-entropy of the next tokens, as a pipeline has it."""
-    return _loss(target, logits)
+    return loss_of(target, logits)
 
 
 def predicted(setting: Published) -> Predicted:
@@ -273,7 +273,9 @@ def predicted(setting: Published) -> Predicted:
         division = division_of(tensor, context)
         with fake_ranks(division.degree, divides_loss=tensor.divides_loss):
             return _of_stages(setting, micro_batch.on_rank(division, micro_batch))
-    profile = autosac.profile(model, tokens, loss_fn=partial(_loss, tokens), **options)
+    profile = autosac.profile(
+        model, tokens, loss_fn=partial(loss_of, tokens), **options
+    )
     profile = _of_rank(setting, profile, tensor, spec)
     node = spec.gpus_per_node // setting.tp
     outcome = at_degree(
