@@ -46,7 +46,7 @@ from autosac.solving.rules_of_thumb import Choice
 from benchmarks.environment import MIB, environment
 from benchmarks.kept_promises import under_caps
 from benchmarks.kept_traces import kept_traces
-from benchmarks.stage_mesh_ranks import GPT
+from benchmarks.stage_models import GPT
 
 MOST_SLOWER = 0.005
 NUM_GPUS, ROWS, LENGTH, WIDTH, VOCABULARY = 4, 4, 32, 32, 64

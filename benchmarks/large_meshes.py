@@ -58,7 +58,7 @@ from benchmarks.parallel_rules import (
     at_degree,
     policy,
 )
-from benchmarks.stage_mesh_ranks import Llama
+from benchmarks.stage_models import Llama
 
 _ALLOCATOR = AllocatorSettings(expandable_segments=True)
 _TYPES = Setting(param_dtype="bfloat16", reduce_dtype="float32")

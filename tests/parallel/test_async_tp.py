@@ -12,7 +12,7 @@ from autosac.parallel.formulating import Setting
 from autosac.parallel.tp_finding import find_styles
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import collective_of, exchange_ms, rank_profile
-from benchmarks.stage_mesh_ranks import GPT
+from benchmarks.stage_models import GPT
 
 MM, ADD, CAT = "aten.mm.default", "aten.add.Tensor", "aten.cat.default"
 

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 
-from benchmarks import stage_mesh_ranks
+from benchmarks import stage_mesh_ranks, stage_models
 from benchmarks.kept_traces import kept_traces
 
 
@@ -14,8 +14,8 @@ def short_models(monkeypatch, traced_in_test):
     """Those of `stage_mesh_ranks` have two blocks each, and are traced once."""
     recipes = stage_mesh_ranks.RECIPES
     for name, make_model in (
-        ("LLAMA", partial(stage_mesh_ranks.small_llama, num_blocks=2)),
-        ("ODD", partial(stage_mesh_ranks.OddGPT, num_blocks=2)),
+        ("LLAMA", partial(stage_models.small_llama, num_blocks=2)),
+        ("ODD", partial(stage_models.OddGPT, num_blocks=2)),
         ("VARIED", _short_varied),
     ):
         short = replace(recipes[name], make_model=make_model)
@@ -23,7 +23,7 @@ def short_models(monkeypatch, traced_in_test):
 
 
 def _short_varied():
-    model = stage_mesh_ranks.VariedGPT()
+    model = stage_models.VariedGPT()
     model.h = model.h[1:3]
     return model
 

@@ -22,7 +22,7 @@ from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.shared_sequences import context_of
 from autosac.pipelines.stage_steps import stage_step
 from benchmarks import stage_mesh_ranks
-from benchmarks.stage_mesh_ranks import GPT, TiedGPT
+from benchmarks.stage_models import GPT, TiedGPT
 from benchmarks.stage_ranks import can_count
 from tests.pipelines.test_divided_stages import CLUSTER
 
