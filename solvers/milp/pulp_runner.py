@@ -63,6 +63,7 @@ def run(
     jump: int | None = None,
     look_at_root: float = 1.0,
     presolves: bool = True,
+    cutoff: float = math.inf,
 ) -> Outcome:
     """Minimise a model; its variables hold the incumbent afterwards.
 
@@ -91,6 +92,9 @@ def run(
         presolves: HiGHS simplifies and scales the model first. Small LPs whose numbers
             are scaled take half the time without, and some a hundredth: scaled again,
             the simplex method stalls on their many equal columns.
+        cutoff: Solutions with an objective above it are of no interest: nothing more is
+            proven than that there are no others. HiGHS then calls a MILP infeasible, or
+            one that it happened to find optimal.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -107,6 +111,8 @@ def run(
         raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
     options: dict[str, Any] = {"timeLimit": time_limit_s, "gapRel": relative_gap}
     options["threads"] = threads
+    if backend == "highs" and math.isfinite(cutoff):
+        options["objective_bound"] = cutoff
     started = time.perf_counter()
     if any(_is_empty(v.lowBound, v.upBound) for v in model.variables()):
         # CBC does not read such a model.
@@ -141,8 +147,8 @@ def run(
             )
         termination = Termination.NO_INCUMBENT
     solve_s = time.perf_counter() - started
-    if bound is not None and not math.isfinite(bound):
-        bound = None
+    if bound is not None:
+        bound = min(bound, cutoff) if math.isfinite(bound) else None
     return Outcome(
         termination=termination,
         bound=bound,

@@ -10,6 +10,7 @@ subject to  sum_k Z_ck = Y_c                        for every class            (
             sum_d Y_d |c| / |d| <= |c| h_j          d as in (2) that hold j    (4)
             sum_ek Z_ek + Y_d - m - r <= h_g        g: m holds of like units   (5)
             h_g <= sum_ek Z_ek, h_g <= sum_d Y_d    likewise                   (6)
+            sum_k a_qck Z_ck <= (P - B_q + r_qc) Y_c                           (7)
 
 with a what a point adds to the live memory B, and h_j = 1 if any unit holds j. (5)
 instead of (4) is for holds with `freed_by`: points ek free what d holds, h_g is how
@@ -18,7 +19,9 @@ many of m such holds are alive, and r how many members of e and d have no part i
 Both are exact for classes of one member, else a relaxation. Classes of equal units of
 one tree split in equal parts, so that |c| / |d| is an integer, and every solution in
 integers can be dealt out to the units (`classes.spread`). With one member each
-this is the MILP over units itself. Bytes are in MiB.
+this is the MILP over units itself. (7) follows from (3) for whole numbers, and holds
+relaxations to it, see `relief`: r is what units elsewhere take away at most. Bytes are
+in MiB.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ MIB = 2**20  # coefficients of (3) in MiB stay within row tolerances
 _WHOLE = 1e-6  # what an integer may be off
 Cuts = Mapping[int, Collection[int]]  # points of units, by shape
 _LARGEST_TIME = 2.0**10  # of the scaled times: their sums stay above tolerances
+_OwnLimit = tuple[pulp.LpConstraint, pulp.LpVariable]  # a row (7), and its Y_c
 
 
 class CountModel:
@@ -130,11 +134,19 @@ class CountModel:
             between=self._between,
         )
         self._limits = [(self._add_row(q), int(table.base[q])) for q in rows]
+        self._own_limits: list[list[_OwnLimit]] = [[] for _ in rows]
         if budget_bytes is not None:
             self.set_budget(budget_bytes)
+            for q, limits in zip(rows, self._own_limits, strict=True):
+                limits += self._add_own_limits(q, budget_bytes)
+
+    @property
+    def is_for_one_budget(self) -> bool:
+        """Whether rows (7), which hold for one budget only, are there."""
+        return any(self._own_limits)
 
     def set_budget(self, budget_bytes: int) -> None:
-        """Change the right-hand sides of (3)."""
+        """Change the right-hand sides of (3), if there are no rows (7)."""
         for constraint, base in self._limits:
             constraint.changeRHS((budget_bytes - base) / MIB)
 
@@ -201,9 +213,21 @@ class CountModel:
     def prices(self) -> list[float]:
         """What a byte of the budget saves at each row, in the objective's unit.
 
-        The duals of (3) in the relaxation solved last.
+        By the duals of (3) and (7) in the relaxation solved last.
         """
-        return [-(constraint.pi or 0.0) / MIB for constraint, _ in self._limits]
+        prices = []
+        for (constraint, _), own in zip(self._limits, self._own_limits, strict=True):
+            dual = constraint.pi or 0.0
+            dual += sum((row.pi or 0.0) * (y.varValue or 0.0) for row, y in own)
+            prices.append(-dual / MIB)
+        return prices
+
+    def is_binding(self) -> list[bool]:
+        """Whether each row's (3) or one of its (7) bounds the relaxation solved last."""
+        return [
+            any((row.pi or 0.0) < 0.0 for row in (limit, *(row for row, _ in own)))
+            for (limit, _), own in zip(self._limits, self._own_limits, strict=True)
+        ]
 
     def surcharges(self) -> Floats:
         """What a solution costs at least beyond the LP optimum if it uses a column.
@@ -402,6 +426,31 @@ class CountModel:
             constraint = pulp_models.row(terms) <= 0
         self.model += constraint
         return constraint
+
+    def _add_own_limits(self, position: int, budget_bytes: int) -> list[_OwnLimit]:
+        """Rows (7), of classes that (3) of whole points binds alone."""
+        table = self._table
+        added, elsewhere = table.row(position), table.elsewhere(position)
+        spare = budget_bytes - int(table.base[position])
+        spare -= sum(min(h.added_bytes, 0) for h in table.holds.at(position))
+        terms: dict[int, list[tuple[pulp.LpVariable, float]]] = {}
+        for column, z in self.point_counts.items():
+            own = terms.setdefault(int(table.owner[column]), [])
+            own.append((z, float(added[column])))
+        for b, column, share, _ in self._between:
+            own = terms.setdefault(int(table.owner[column]), [])
+            own.append((b, self._between_two(added, column, share)))
+        limits = []
+        for c, y in self.unit_counts.items():
+            members = self.classes.members[c]
+            most = float(spare + elsewhere[list(members)].max())
+            own = terms[members[0]]
+            if any(nbytes > most for _, nbytes in own):
+                row = [(v, nbytes / MIB) for v, nbytes in own if nbytes]
+                constraint = pulp_models.row([*row, (y, -most / MIB)]) <= 0
+                self.model += constraint
+                limits.append((constraint, y))
+        return limits
 
 
 def _mean(

@@ -110,9 +110,11 @@ class RowSearch:
         """Model of the rows, how it ended, and its weights dealt out to the units."""
         start = self._start if relaxed else None
         again = start is not None and start.model_rows == self.rows
-        if again and start is not None and start.model is not None:
+        known = None if start is None or not again else start.model
+        again = known is not None and not known.is_for_one_budget
+        if known is not None and again:
             assert budget_bytes is not None
-            model = start.model
+            model = known
             model.set_budget(budget_bytes)
         else:
             model = CountModel(
@@ -153,6 +155,7 @@ class RowSearch:
             relaxed=relaxed,
             again=again,
             presolves=not relaxed,
+            cutoff=math.inf if whole or relaxed else limit_ms * model.scale,
         )
         if not relaxed:
             self.work += max(1, outcome.work)

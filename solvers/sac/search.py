@@ -28,12 +28,14 @@ from .table import Choice, Floats, Table
 _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
+_NARROW = 0.02  # likewise, where points are mixed
 _RISE = 1e-4  # of a relaxation that new rows are worth,
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 64  # as a share of it
 _TOLERANCES = (4.0, 1.0)  # of segments of points, in gaps: coarse ones are quick
 _MOST_CUTS = 4  # of these where solutions mix points, as long as the gap is wide
 _CLOSED = 1 / 8  # of it by each
+_PROVEN = (Termination.OPTIMAL, Termination.INFEASIBLE)
 
 # Shares of the points of units; the time of a choice in ms.
 Finer = Callable[[Mapping[int, Floats]], float]
@@ -190,7 +192,8 @@ class Search(RowSearch):
                 self._prove(min(least.all_ms, most_ms))
                 self._least_using = least.using_ms
             # The others change no bound, and tell units apart.
-            self.rows = [q for q, ms in self.prices.items() if ms > 0.0] or self.rows
+            binding = zip(self.rows, solved.is_binding(), strict=False)
+            self.rows = [q for q, binds in binding if binds] or self.rows
         return Termination.OPTIMAL
 
     def _branch(self, budget_bytes: int) -> Termination:
@@ -275,8 +278,11 @@ class Search(RowSearch):
             Whether smaller segments may prove more.
         """
         tolerance_ms = self._tolerance_ms(tolerance)
+        share = _NARROW
         while not self._is_done() and not self._is_late():
-            limit_ms = self._interesting_ms
+            most_ms = self._interesting_ms
+            limit_ms = min(most_ms, self._limit_ms(share))
+            before_ms = self.bound, self._best
             model, outcome, weights = self._solve(
                 budget_bytes, limit_ms=limit_ms, tolerance_ms=tolerance_ms
             )
@@ -284,13 +290,13 @@ class Search(RowSearch):
                 self._prove(limit_ms)  # nothing is faster
             elif outcome.bound is not None:
                 self._prove(min(outcome.bound / model.scale, limit_ms))
+            if outcome.termination.has_incumbent:
+                self._offer_mixture(budget_bytes, weights)
+            if outcome.termination in _PROVEN and self.bound >= limit_ms < most_ms:
+                share *= _WIDER
+                continue
             if not outcome.termination.has_incumbent:
                 return False
-            if self._finer is not None:
-                self._best = min(self._best, self._finer(likely(self._table, weights)))
-            self._offer(
-                round_and_repair(self._table, budget_bytes, self._units, weights)
-            )
             live, cap = self._table.live(weights), budget_bytes + TOLERANCE_BYTES
             is_refined = self._refine(model, weights, live, cap)
             # Positions that are no rows yet need no tolerance.
@@ -298,7 +304,16 @@ class Search(RowSearch):
                 for shape, places in model.mixtures().items():
                     self._cuts.setdefault(shape, set()).update(places)
                 return model.mixes_known()
+            is_in_vain = before_ms == (self.bound, self._best)
+            if is_in_vain and math.isinf(tolerance):
+                return True  # with these rows smaller segments prove more
         return False
+
+    def _offer_mixture(self, budget_bytes: int, weights: Floats) -> None:
+        """Try what is close to a solution that mixes points."""
+        if self._finer is not None:
+            self._best = min(self._best, self._finer(likely(self._table, weights)))
+        self._offer(round_and_repair(self._table, budget_bytes, self._units, weights))
 
     def _is_hopeless(self, budget_bytes: int) -> bool:
         """Whether a row is above the budget although all that lowers it is chosen."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from .holds import Holds, Ints, Numbers
 from .problem import SacProblem, Unit
+from .relief import elsewhere
 from .segments import Segments, segments
 
 Floats = npt.NDArray[np.float64]
@@ -61,6 +62,7 @@ class Table:
         self._by_position(units)
         self.holds = Holds(problem.holds, self.first, self.shapes)
         self._relatives: list[list[int]] | None = None
+        self._elsewhere: dict[int, Ints] = {}
 
     def raised(self, added_bytes: Ints) -> Table:
         """The table with more live memory at each position."""
@@ -96,6 +98,13 @@ class Table:
         for u, _, extras in self._workers(position):
             added[self.first[u] : self.first[u + 1]] += extras
         return added
+
+    def elsewhere(self, position: int) -> Ints:
+        """What units neither around nor inside each unit take away there at most."""
+        if position not in self._elsewhere:
+            row = self.row(position)
+            self._elsewhere[position] = elsewhere(row, self.first, self.parents)
+        return self._elsewhere[position]
 
     def own_row(self, u: int, position: int) -> Ints:
         """What each column of one unit adds there."""
