@@ -223,7 +223,7 @@ class CountModel:
         return prices
 
     def is_binding(self) -> list[bool]:
-        """Whether each row's (3) or one of its (7) bounds the relaxation solved last."""
+        """Whether each row's (3) or one of its (7) bounds the last relaxation."""
         return [
             any((row.pi or 0.0) < 0.0 for row in (limit, *(row for row, _ in own)))
             for (limit, _), own in zip(self._limits, self._own_limits, strict=True)

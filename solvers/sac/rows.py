@@ -30,7 +30,7 @@ _NEW_ROWS = 3  # at a time: every row splits classes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `pulp_runner.run`: a second or two
 # Where the gap is wide (`highs_runner.WIDE_GAP`) a MILP may do so many times that work,
-_MORE_IF_WIDE = 2.5
+_MORE_IF_WIDE = 1.5
 _MORE_ROUNDS_IF_WIDE = 1.5  # and all of them so many times
 _COARSER = 4.0  # and segments of points are so many times coarser if it has
 _MANY_INTEGERS = 1200

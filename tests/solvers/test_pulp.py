@@ -294,6 +294,42 @@ def test_a_solve_far_from_its_bound_may_do_more_work():
     assert wide == pytest.approx(2 * usual, rel=0.1)
 
 
+def _dear_cover():
+    """Items of odd costs that cover five sums: no optimum at the root."""
+    draw = random.Random(0)
+    model = pulp.LpProblem("dear", pulp.LpMinimize)
+    items = [model.add_variable(f"x{i:03d}", 0, 1, pulp.LpBinary) for i in range(40)]
+    model.setObjective(pulp_models.row((x, draw.uniform(5.0, 20.0)) for x in items))
+    for _ in range(5):
+        sizes = [float(draw.randrange(1, 30)) for _ in items]
+        model += (
+            pulp_models.row(zip(items, sizes, strict=True)) >= float(sum(sizes)) / 3
+        )
+    return model
+
+
+@both
+@pytest.mark.parametrize("share", [0.5, 0.9, 0.99, 0.999])
+def test_what_is_proven_of_solutions_below_a_cutoff_holds(backend, share):
+    # HiGHS calls a dear solution that it came upon optimal, with its cost as the bound.
+    optimum = pulp_runner.run(_dear_cover()).bound
+
+    below = pulp_runner.run(_dear_cover(), backend=backend, cutoff=share * optimum)
+
+    assert below.termination in (Termination.OPTIMAL, Termination.INFEASIBLE)
+    assert below.bound is None or below.bound <= optimum
+
+
+@both
+def test_what_is_below_a_cutoff_is_found(backend):
+    optimum = pulp_runner.run(_dear_cover()).bound
+
+    below = pulp_runner.run(_dear_cover(), backend=backend, cutoff=1.01 * optimum)
+
+    assert below.termination is Termination.OPTIMAL
+    assert below.bound == pytest.approx(optimum)
+
+
 def test_looks_at_the_root_count_as_many_as_one_says():
     nodes = []
     for look_at_root in (1.0, 20.0):
