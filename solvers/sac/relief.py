@@ -34,7 +34,7 @@ def elsewhere(row: Ints, first: Sequence[int], parents: Sequence[int]) -> Ints:
     starts = np.array(first[:-1], dtype=np.int64)
     own = np.maximum(0, -np.minimum.reduceat(row, starts)).tolist()
     children: list[list[int]] = [[] for _ in parents]
-    roots = []
+    roots: list[int] = []
     for u, parent in enumerate(parents):
         (roots if parent < 0 else children[parent]).append(u)
     order = list(roots)
