@@ -133,22 +133,59 @@ def test_all_that_is_alive_while_a_model_runs_is_predicted(kind):
         assert gradient is parameter.grad is None or gradient.equal(parameter.grad)
 
 
-@torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2)
-def test_shapes_have_plans_beyond_the_limit_of_dynamo_and_too_many_are_said():
-    model = HoldsMore()
+class ReturnsMore(nn.Module):
+    """Returns its loss, with what it is made of, and something else."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(16, 32), nn.Linear(32, 64)
+
+    def forward(self, x):
+        hidden = self.hidden(x).tanh()
+        logits = self.out(hidden)
+        return logits.square().mean(), logits, hidden.sin()
+
+
+@pytest.mark.parametrize("are_dropped", [False, True])
+def test_outputs_and_their_gradients_count_as_long_as_a_step_holds_them(are_dropped):
+    torch.manual_seed(0)
+    model, inputs = ReturnsMore(), torch.randn(64, 16)
     compiled = autosac.compile(model, memory_budget="1GiB")
+
+    def run():
+        outputs = compiled(inputs)
+        loss = outputs[0]
+        if are_dropped:
+            del outputs
+        loss.backward()
+
+    run()
+    (plan,) = autosac.compiled_plans(compiled)
+    model.zero_grad()
+    _, peak = measure_peak(
+        run,
+        device="cpu",
+        persistent_bytes=storage_bytes([*module_tensors(model), inputs]),
+    )
+    assert peak == plan.peak_bytes == plan.graph.peak_bytes
+
+
+@pytest.mark.parametrize("made", [lambda compiled: compiled, copy.deepcopy])
+@torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2)
+def test_shapes_have_plans_beyond_the_limit_of_dynamo_and_too_many_are_said(made):
+    compiled = made(autosac.compile(HoldsMore(), memory_budget="1GiB"))
     for num_rows in (2, 3):
-        step(compiled, model, torch.randn(num_rows, 16))
+        step(compiled, compiled, torch.randn(num_rows, 16))
     assert len(autosac.compiled_plans(compiled)) == 2
     with pytest.raises(autosac.UnsupportedError, match="pad batches to a few shapes"):
-        step(compiled, model, torch.randn(4, 16))
+        step(compiled, compiled, torch.randn(4, 16))
 
 
 def test_a_copy_of_a_compiled_model_counts_what_the_copy_holds():
     model, inputs = HoldsMore(), torch.randn(8, 16)
     autosac.compile(HoldsMore(), memory_budget="8KiB")(inputs)  # Dynamo remembers it
     compiled = autosac.compile(model, memory_budget="8KiB")
-    copied = copy.deepcopy(compiled)
+    (copied,) = copy.deepcopy(nn.ModuleList([compiled]))
     compiled(inputs).backward()  # gradients of one are nothing to the other
     copied(inputs).backward()
     with pytest.raises(RuntimeError, match="which the budget does not count"):

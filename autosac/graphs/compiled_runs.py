@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
 from autosac import _compat_graphs
 from autosac.verification.measuring import measure_peak, storage_bytes
@@ -28,7 +29,10 @@ _waiting: dict[int, Any] = {}
 
 
 def guarded_forward(
-    compiled: Callable[..., Any], num_outputs: int, check: Callable[[], None]
+    compiled: Callable[..., Any],
+    num_outputs: int,
+    check: Callable[[], None],
+    outside: Outside,
 ) -> Callable[..., Any]:
     """A compiled forward pass that runs only when no other one waits for backward."""
 
@@ -42,6 +46,7 @@ def guarded_forward(
             )
         caller_storages = _storages(args)
         results = compiled(args)
+        outside.forward_returns(results[:num_outputs])
         caller_storages |= _storages(results[:num_outputs])
         _waiting.clear()
         for tensor in _tensors(results[num_outputs:]):
@@ -53,11 +58,77 @@ def guarded_forward(
     return run
 
 
-def guarded_backward(compiled: Callable[..., Any]) -> Callable[..., Any]:
+class Outside:
+    """Which tensors of one compiled graph nobody outside of it holds in backward.
+
+    Autograd makes zeros for gradients of outputs that the loss does not depend on, and
+    lets go of them; a caller may drop outputs before backward begins.
+
+    Args:
+        outputs: Nodes of what forward returns, in order; None for what is no tensor of
+            a node that makes it.
+        tangents: Those of their gradients, which are the last arguments of backward.
+        saved: Nodes of outputs that backward reads, among others.
+
+    Attributes:
+        tell: Gets the nodes of those that were dropped in every backward pass so far,
+            after the first one and whenever they have become fewer.
+    """
+
+    tell: Callable[[frozenset[fx.Node]], object] | None = None
+
+    def __init__(
+        self,
+        outputs: Sequence[fx.Node | None],
+        tangents: Sequence[fx.Node],
+        saved: Collection[fx.Node],
+    ) -> None:
+        self._outputs = outputs
+        self._tangents = tangents
+        self._saved = frozenset(saved)
+        self._references: dict[fx.Node, Any] = {}
+        self._dropped: frozenset[fx.Node] | None = None
+
+    def forward_returns(self, results: Sequence[Any]) -> None:
+        """Watch what a forward pass returns."""
+        self._references = _watched(self._outputs, results)
+
+    def backward_begins(self, args: Sequence[Any]) -> set[fx.Node]:
+        """Watch gradients of outputs; which outputs are gone?"""
+        gone = {n for n, storage in self._references.items() if storage.expired()}
+        kept = {n: s for n, s in self._references.items() if n in self._saved}
+        tangents = args[len(args) - len(self._tangents) :]
+        self._references = kept | _watched(self._tangents, tangents)
+        return gone
+
+    def backward_ends(self, gone: set[fx.Node]) -> None:
+        """Tell what else is gone, if that is new."""
+        gone |= {n for n, storage in self._references.items() if storage.expired()}
+        dropped = frozenset(gone) & (gone if self._dropped is None else self._dropped)
+        if dropped != self._dropped and self.tell is not None:
+            self._dropped = dropped
+            self.tell(dropped)
+
+
+def _watched(
+    nodes: Sequence[fx.Node | None], values: Sequence[Any]
+) -> dict[fx.Node, Any]:
+    return {
+        node: _compat_graphs.weak_storage(value)
+        for node, value in zip(nodes, values, strict=False)
+        if node is not None and isinstance(value, torch.Tensor)
+    }
+
+
+def guarded_backward(
+    compiled: Callable[..., Any], outside: Outside
+) -> Callable[..., Any]:
     """A compiled backward pass; gradients may take the place of what was saved."""
 
     def run(args: list[Any]) -> Any:
+        gone = outside.backward_begins(args)
         results = compiled(args)
+        outside.backward_ends(gone)
         for key in _storages(results):
             _waiting.pop(key, None)
         return results

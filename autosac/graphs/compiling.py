@@ -19,7 +19,7 @@ from torch import fx
 
 from autosac import _compat_compiler, _compat_graphs
 from autosac.errors import AutosacError, InfeasibleBudgetError, UnsupportedError
-from autosac.graphs import compiled_runs
+from autosac.graphs import compiled_nodes, compiled_runs, reading
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy, check_graph_offload
 from autosac.profiles.mistakes import check_unplanned
@@ -41,7 +41,9 @@ class CompiledPlan(Summarized):
     Attributes:
         graph: What is recomputed, and the joint graph that does so.
         peak_bytes: Peak of forward and backward with all that is counted: simulated
-            for ``aot_eager``, measured for ``inductor``.
+            for ``aot_eager``, measured for ``inductor``. Before the first backward pass
+            with all outputs, and gradients of all of them, until backward ends; then,
+            with ``aot_eager``, without those that no pass held so long.
     """
 
     graph: GraphPlan
@@ -155,12 +157,24 @@ def compile(
             "offload_dir": offload_dir,
         },
     )
+    return _compiled(model, compiler)
+
+
+def _compiled(model: torch.nn.Module, compiler: _Compiler) -> Any:
+    """What `compile` returns; copies of it are made alike, for a copy of the model."""
     compiled: Any = torch.compile(
         model, backend=compiler.run, fullgraph=True, dynamic=False
     )
     # As in a call Dynamo traces: what the model tells loggers is left out.
     compiled.forward = _compat_graphs.without_logging()(compiled.forward)
     compiled.forward = _graph_of_each_kind()(compiled.forward)
+
+    def copied(memo: dict[int, Any]) -> Any:
+        twin = copy.deepcopy(model, memo)
+        return _compiled(twin, replace(compiler, model=weakref.ref(twin), plans=[]))
+
+    # An attribute that is set the usual way becomes one of the model.
+    vars(compiled)["__deepcopy__"] = copied  # Dynamo's own would run `forward` bare
     _plans[compiled] = compiler.plans
     return compiled
 
@@ -202,6 +216,10 @@ def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         words = " or ".join(map(repr, allowed))
         raise ValueError(f"`{name}` must be {words}, got {value!r}.")
+
+
+def _with_beside(plan: GraphPlan, beside_bytes: int) -> CompiledPlan:
+    return CompiledPlan(graph=plan, peak_bytes=plan.peak_bytes + beside_bytes)
 
 
 @dataclass(kw_only=True)
@@ -267,9 +285,18 @@ class _Compiler:
         compiled = _compat_graphs.compile_eagerly(
             gm, inputs, partition.run, partition.guarded
         )
-        if partition.plan is not None:
-            peak_bytes = partition.plan.peak_bytes + beside_bytes
-            self.plans.append(CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes))
+        if (plan := partition.plan) is None:
+            return compiled
+        place = len(self.plans)
+        self.plans.append(_with_beside(plan, beside_bytes))
+
+        def lower(dropped: frozenset[fx.Node]) -> None:
+            peak_bytes = reading.peak_bytes(plan.joint, dropped)
+            known = replace(plan, peak_bytes=peak_bytes)
+            self.plans[place] = _with_beside(known, beside_bytes)
+
+        assert partition.outside is not None
+        partition.outside.tell = lower
         return compiled
 
     def _compile_with_inductor(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
@@ -341,6 +368,7 @@ class _Partition:
             recomputes nothing, to `_NUM_RUNGS`, whose simulated peak is the least;
             afterwards the one that was taken.
         plan: Of the graph, once there is one.
+        outside: What callers drop of its results and gradients, likewise.
     """
 
     def __init__(
@@ -351,6 +379,7 @@ class _Partition:
         self.rung = rung
         self.plan: GraphPlan | None = None
         self._runs: dict[bool, compiled_runs.Run] = {}
+        self.outside: compiled_runs.Outside | None = None
         self._num_outputs = 0
 
     def run(
@@ -372,13 +401,20 @@ class _Partition:
             )
         )
         self._num_outputs = num_outputs
-        saved = saved_nodes(self.plan.joint)
-        for node in _kept_by_graph_alone(self.plan.joint, saved):
+        saved = compiled_nodes.saved_nodes(self.plan.joint)
+        for node in compiled_nodes.kept_by_graph_alone(self.plan.joint, saved):
             _compat_graphs.free_once_read(node)
         parts = _compat_graphs.split(self.plan.joint.module, saved, num_outputs, static)
         for part in parts:
             unpack_at_once(part.graph)
             part.recompile()
+        results: Any = self.plan.joint.module.graph.output_node().args[0]
+        outputs = results[:num_outputs]
+        self.outside = compiled_runs.Outside(
+            [node if isinstance(node, fx.Node) else None for node in outputs],
+            compiled_nodes.tangents_of(self.plan.joint, parts[1]),
+            saved,
+        )
         return parts
 
     def _planned(self, planner: GraphPlanner) -> GraphPlan:
@@ -402,12 +438,12 @@ class _Partition:
         """The first plan from some rung on that may fit whatever is fused."""
         high = planner.baseline_peak_bytes
         span_bytes = high - planner.floor(self.compiler.strategy)
-        if least_bytes_of_any_plan(planner.joint) > self.budget_bytes:
+        if compiled_nodes.least_bytes_of_any_plan(planner.joint) > self.budget_bytes:
             first = _NUM_RUNGS  # to say the least peak
         for rung in range(first, _NUM_RUNGS + 1):
             plan = self._plan(planner, high - span_bytes * rung // _NUM_RUNGS)
             self.rung = rung
-            if least_real_bytes(plan.joint) <= self.budget_bytes:
+            if compiled_nodes.least_real_bytes(plan.joint) <= self.budget_bytes:
                 break
         return plan
 
@@ -433,10 +469,11 @@ class _Partition:
     ) -> Callable[..., Any]:
         """A compiled graph that refuses to run where the budget would not hold."""
         self._runs[is_backward] = compiled_runs.Run(compiled, tuple(example))
+        assert self.outside is not None  # it is partitioned before it is compiled
         if is_backward:
-            return compiled_runs.guarded_backward(compiled)
+            return compiled_runs.guarded_backward(compiled, self.outside)
         return compiled_runs.guarded_forward(
-            compiled, self._num_outputs, self.compiler.check_gradients
+            compiled, self._num_outputs, self.compiler.check_gradients, self.outside
         )
 
     def measured_bytes(self) -> int:
@@ -444,56 +481,3 @@ class _Partition:
         return compiled_runs.measured_peak(
             self._runs[False], self._runs[True], self._num_outputs
         )
-
-
-def saved_nodes(joint: JointGraph) -> list[fx.Node]:
-    """Nodes of forward, and inputs, that backward reads."""
-    stages = joint.stages
-    backward = [n for n, stage in stages.items() if stage == "backward"]
-    read = [a for n in backward for a in n.all_input_nodes]
-    results: Any = joint.module.graph.output_node().args[0]
-    read += [r for r in results[joint.num_forward_outputs :] if isinstance(r, fx.Node)]
-    return [
-        node
-        for node in dict.fromkeys(read)
-        if stages.get(node, "backward") != "backward"
-        and not _compat_graphs.is_tangent(node)
-    ]
-
-
-def _kept_by_graph_alone(joint: JointGraph, saved: Sequence[fx.Node]) -> list[fx.Node]:
-    """Saved nodes whose memory no caller has: neither inputs nor results of forward."""
-    results: Any = joint.module.graph.output_node().args[0]
-    outside = [*_kept_inputs(joint), *results[: joint.num_forward_outputs]]
-    nodes = joint.memory.nodes
-    seen = {s for n in outside if isinstance(n, fx.Node) for s in nodes[n].storages}
-    return [node for node in saved if seen.isdisjoint(nodes[node].storages)]
-
-
-def least_real_bytes(joint: JointGraph) -> int:
-    """Bytes alive where forward ends, or backward, however nodes are fused."""
-    results: Any = joint.module.graph.output_node().args[0]
-    returned = results[: joint.num_forward_outputs]
-    at_loss = [*_kept_inputs(joint), *returned, *saved_nodes(joint)]
-    return max(_bytes_of(joint, at_loss), least_bytes_of_any_plan(joint))
-
-
-def least_bytes_of_any_plan(joint: JointGraph) -> int:
-    """Bytes alive where backward ends, whatever is recomputed."""
-    results: Any = joint.module.graph.output_node().args[0]
-    return _bytes_of(joint, [*_kept_inputs(joint), *results])
-
-
-def _kept_inputs(joint: JointGraph) -> list[fx.Node]:
-    nodes = joint.module.graph.find_nodes(op="placeholder")
-    return [node for node in nodes if not _compat_graphs.is_tangent(node)]
-
-
-def _bytes_of(joint: JointGraph, nodes: Sequence[Any]) -> int:
-    """Least memory that holds the tensors of some nodes."""
-    sizes: dict[int, int] = {}
-    for node in nodes:
-        if isinstance(node, fx.Node):
-            (storage,) = joint.memory.nodes[node].storages
-            sizes[storage] = max(sizes.get(storage, 0), node.meta["val"].nbytes)
-    return sum(sizes.values())

@@ -114,19 +114,26 @@ class GraphMemory:
                 last_places[argument] = place
         return last_places
 
-    def lives(self, freed: Collection[fx.Node] = ()) -> dict[int, tuple[int, int]]:
+    def lives(
+        self,
+        freed: Collection[fx.Node] = (),
+        ends: Mapping[fx.Node, int] | None = None,
+    ) -> dict[int, tuple[int, int]]:
         """Storages -> first and last place at which they are alive.
 
         Args:
             freed: Placeholders that only this run holds. Others outlive it, and are
                 not listed.
+            ends: Last places of nodes that are not those of their last users.
         """
-        last_users, held = self.last_users(), self._held(freed)
+        last_users, held = self.last_users() | dict(ends or {}), self._held(freed)
         spans: dict[int, tuple[int, int]] = {}
         for place, (node, memory) in enumerate(self.nodes.items()):
             for storage in memory.storages if node in freed else memory.makes:
                 if storage not in held:
                     spans[storage] = (0 if node in freed else place), place
+            if node.op == "output":  # the last user of what it returns
+                continue
             for storage in memory.storages:
                 if storage in spans:
                     first, last = spans[storage]
@@ -142,9 +149,13 @@ class GraphMemory:
             for storage in memory.storages
         )
 
-    def live(self, freed: Collection[fx.Node] = ()) -> Iterator[tuple[fx.Node, int]]:
-        """Bytes alive while each node runs; ``freed`` as for `lives`."""
-        lives = self.lives(freed)
+    def live(
+        self,
+        freed: Collection[fx.Node] = (),
+        ends: Mapping[fx.Node, int] | None = None,
+    ) -> Iterator[tuple[fx.Node, int]]:
+        """Bytes alive while each node runs; arguments as for `lives`."""
+        lives = self.lives(freed, ends)
         ends = np.array(list(lives.values()), dtype=np.int64).reshape(-1, 2)
         ledger = Ledger(
             born=ends[:, 0],

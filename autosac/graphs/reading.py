@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Set
+from collections.abc import Collection, Set
 from functools import cached_property
 from typing import Any
 
@@ -28,13 +28,35 @@ _LEAST_MOVED_BYTES = (
 )
 
 
-def peak_bytes(joint: JointGraph) -> int:
-    """Most bytes alive at once, in forward without what only backward is given."""
+def peak_bytes(joint: JointGraph, dropped: Collection[fx.Node] = ()) -> int:
+    """Most bytes alive at once, in forward without what only backward is given.
+
+    Args:
+        joint: The graph.
+        dropped: Gradients of outputs, and outputs, that only the graph holds in
+            backward.
+    """
     late_bytes, stages = _late_bytes(joint), joint.stages
+    tangents = [node for node in dropped if is_tangent(node) and node.users]
+    outputs = [node for node in dropped if not is_tangent(node)]
+    live = joint.memory.live(tangents, _ends_of_outputs(joint, outputs))
     return max(
         num_bytes - (0 if stages.get(node, "backward") in _AFTER else late_bytes)
-        for node, num_bytes in joint.memory.live()
+        for node, num_bytes in live
     )
+
+
+def _ends_of_outputs(
+    joint: JointGraph, dropped: Collection[fx.Node]
+) -> dict[fx.Node, int]:
+    """Last places of outputs that a caller drops before backward begins."""
+    places = {node: place for place, node in enumerate(joint.memory.nodes)}
+    first = places[(*joint.nodes_after_forward, joint.module.graph.output_node())[0]]
+    ends = {}
+    for node in dropped:
+        readers = [places[user] for user in node.users if user.op != "output"]
+        ends[node] = max([first - 1, *readers])
+    return ends
 
 
 def _late_bytes(joint: JointGraph) -> int:
