@@ -387,6 +387,36 @@ def test_modules_in_lists_count_once():
     assert peaks[1] - peaks[0] == hiding.teacher[0].weight.nbytes
 
 
+class TrainsList(Block):
+    """Trains a module that it keeps in a list, and a tensor that is no parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.ones(WIDTH, requires_grad=True)
+        self.more = [nn.Linear(WIDTH, WIDTH)]
+
+    def forward(self, x):
+        return self.more[0](super().forward(x) * self.scale)
+
+
+def test_gradients_of_modules_in_lists_stay_for_good_and_are_said():
+    case = of(TrainsList)
+    with pytest.warns(UserWarning, match="12 tensors of the model get gradients, 17"):
+        profile = autosac.calibrate(case.profile(), progress=False)
+    floor, peak = autosac.floor(profile), profile.baseline_peak_bytes
+    plan = autosac.plan(profile, memory_budget=(floor + peak) // 2)
+
+    done = autosac.verify(
+        plan, case.model, case.inputs, loss_fn=mean_square, timing_rounds=0
+    )
+
+    assert plan.policy and not done.differences
+    assert done.measured_peak_bytes <= plan.budget_bytes
+    assert done.predicted_peak_bytes == pytest.approx(
+        done.measured_peak_bytes, rel=0.002, abs=64
+    )
+
+
 @pytest.mark.slow
 def test_modules_that_keep_more_with_every_step_are_said():
     with pytest.warns(UserWarning, match="keep 32.0 KiB more with every step"):

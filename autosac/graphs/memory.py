@@ -156,10 +156,10 @@ class GraphMemory:
     ) -> Iterator[tuple[fx.Node, int]]:
         """Bytes alive while each node runs; arguments as for `lives`."""
         lives = self.lives(freed, ends)
-        ends = np.array(list(lives.values()), dtype=np.int64).reshape(-1, 2)
+        spans = np.array(list(lives.values()), dtype=np.int64).reshape(-1, 2)
         ledger = Ledger(
-            born=ends[:, 0],
-            died=ends[:, 1] + 1,
+            born=spans[:, 0],
+            died=spans[:, 1] + 1,
             nbytes=np.array([self.nbytes[storage] for storage in lives], np.int64),
             constant_bytes=sum(self.nbytes[storage] for storage in self._held(freed)),
         )

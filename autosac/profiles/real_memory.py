@@ -31,6 +31,7 @@ from autosac.step.arguments import warn
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Op, Tape
 from autosac.step.training_step import OptimizerInBackward, micro_step
+from autosac.tracing.beside import give_gradients
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.copying import copied
 from autosac.tracing.failures import explanation
@@ -257,6 +258,7 @@ def _measured(
         for _ in range(step.learned.earlier):
             run(lambda *_: None)
             model.zero_grad(set_to_none=True)
+        give_gradients(model, step.learned)
         if step.accumulate > 1 and not step.sharded:
             for parameter in model.parameters():
                 if parameter.requires_grad:

@@ -16,6 +16,7 @@ from autosac import _compat, _compat_autograd, _compat_plain
 from autosac._compat_distributed import unwrapped
 from autosac.errors import ArgumentError, TraceError
 from autosac.fake_tensors.values import keeps_values
+from autosac.pytrees import module_tensors
 from autosac.step.training_step import OptimizerInBackward
 from autosac.tracing.closures import own_functions
 from autosac.tracing.step import Step
@@ -156,8 +157,9 @@ def _fake_parameters(
     mode: _compat.FakeTensorMode,
     convert: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[int, Any]:
-    """Fake parameters by the addresses of the user's."""
-    parameters = list(step.model.parameters())
+    """Fake parameters by the addresses of the user's, those in lists, too."""
+    held = [t for t in module_tensors(step.model) if isinstance(t, torch.nn.Parameter)]
+    parameters = list(dict.fromkeys([*step.model.parameters(), *held]))
     memo: dict[int, Any] = {id(p): convert(p) for p in parameters}
     if step.compute_dtype is not None:
         with _compat_plain.fakes_of(mode):

@@ -38,6 +38,7 @@ class Learned:
         made_bytes: Sizes of all that each of these allocated.
         counts: An attribute of a module that each step changes, such as a count of
             steps, by which what it does may depend on how many there were; or None.
+        beside: Which tensors that it trains are none of the model's parameters.
         seed: Where its random streams begin.
         num_updates: Training steps that come before it.
         num_later_updates: Steps of the optimizer between its first and the one that is
@@ -53,6 +54,7 @@ class Learned:
     kept_bytes: list[int] = field(default_factory=list)
     made_bytes: list[list[int]] = field(default_factory=list)
     counts: str | None = None
+    beside: tuple[int, ...] = ()
     seed: int = 0
     num_updates: int = 0
     num_later_updates: int | None = None

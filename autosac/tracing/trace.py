@@ -43,6 +43,7 @@ from autosac.step.training_step import (
     training_step,
 )
 from autosac.tracing import draws, memoized
+from autosac.tracing.beside import keep_gradients, learn_gradients
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.conversions import idle_conversions
 from autosac.tracing.copying import copied
@@ -353,11 +354,13 @@ def _run_on(
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, optimizer, (args, kwargs), held)
+            leaves = keep_gradients(recorder, model, step.learned)
             numbers = numbers_of(modules)
             with _recorded(recorder, mode):
                 if isinstance(optimizer, OptimizerInBackward):
                     make_states(recorder, optimizer)
                 loss = _one_micro_step(recorder, step, model, args, kwargs)
+                learn_gradients(leaves, step.learned)
                 found = step.adds_gradients and step.finds_gradients
                 enter_steady_state(recorder, model, optimizer, adds_gradients=found)
                 recorder.mark("optimizer")
