@@ -103,6 +103,15 @@ class KeepsLatest(Block):
         return super().forward(x + sum(self.latest))
 
 
+class KeepsGradient(Block):
+    """Keeps the latest gradient of its result, as tools that look at gradients do."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        x.register_hook(functools.partial(setattr, self, "latest"))
+        return x
+
+
 class FillsQueue(Block):
     """Keeps what it saw in the last steps, as memory banks do."""
 
@@ -331,7 +340,7 @@ def of(block):
 HABITS = (
     *(MakesAttribute, SharesTable, KeepsTable, KeepsBuffers, KeepsLatest),
     *(KeepsPlainTensors, ReplacesCache, GrowsBuffer, FakesQuantization, FillsQueue),
-    *(Checkpointed, MarksDirty),
+    *(Checkpointed, MarksDirty, KeepsGradient),
     *(Vectorized, Infers, Folds, Picks, Parametrized, CopiesPart),
 )
 

@@ -15,6 +15,7 @@ from autosac import _compat
 from autosac._compat_distributed import local
 from autosac.devices.cuda_matmuls import Library, kept_blocks
 from autosac.devices.specs import DeviceSpec
+from autosac.pytrees import module_tensors
 from autosac.quantities import rounded_up
 from autosac.step.tape import Storage
 
@@ -152,12 +153,21 @@ class Account:
                     return tuple(tensor.shape)
         return None
 
-    def left_alive(self) -> set[int]:
-        """Addresses of the storages that forward made and somebody still holds."""
+    def left_alive(self, model: torch.nn.Module) -> set[int]:
+        """Addresses of storages that forward made and somebody still holds.
+
+        And of those that backward made, as a hook does, and a module holds.
+        """
+        held = (local(tensor) for tensor in module_tensors(model))
+        kept = {t.untyped_storage()._cdata for t in held if t.layout is torch.strided}
         return {
             address
             for address, index in self.ids.items()
-            if self.born[index] and self.categories[index] == "activation"
+            if self.born[index]
+            and (
+                self.categories[index] == "activation"
+                or (self.categories[index] == "temporary" and address in kept)
+            )
         }
 
     def _counts(self, tensor: torch.Tensor) -> bool:

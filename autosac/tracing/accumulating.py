@@ -9,6 +9,7 @@ takes.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Any
@@ -48,6 +49,8 @@ class Accumulations:
             and _is_dense(into)
             and _compat_autograd.is_the_engines_own()
             and _compat_autograd.held_by_engine_only(into)
+            # Hooks may keep a gradient; the trace itself refers to both alike.
+            and sys.getrefcount(into) <= sys.getrefcount(gradient)
         )
 
 

@@ -382,10 +382,10 @@ def _run_on(
         tape = replace(recorder.tape(), parameters=parameters)
         if step.learned.earlier:
             step.learned.kept_bytes.append(_held_bytes(model))
-        left = recorder.left_alive()
+        left = recorder.left_alive(model)
         if left and not only_storages:
             warn_of_cycles(recorder, left)
-            left = recorder.left_alive()
+            left = recorder.left_alive(model)
         return tape, left
 
 
