@@ -79,6 +79,7 @@ class _Own:
         self.namespaces: dict[int, dict[str, Any]] = {}
         self.met: dict[int, Any] = {}  # kept, so that no address is used twice
         self.unchanged: set[int] = set()
+        self.leaves: dict[int, torch.Tensor] = {}  # shared, and given gradients
 
     def exchange_in(self, attributes: dict[str, Any]) -> None:
         """Exchange functions among attributes of a copied module, and in containers."""
@@ -124,8 +125,14 @@ class _Own:
         return self._object(value)
 
     def puts_back(self) -> ExitStack:
-        """What puts back, as it closes, what was met as it is now."""
+        """What puts back, as it closes, what was met as it is now.
+
+        Until then leaves have no gradient: a step would add to the user's.
+        """
         stack = ExitStack()
+        for leaf in self.leaves.values():
+            stack.callback(setattr, leaf, "grad", leaf.grad)
+            leaf.grad = None
         for value in self.met.values():
             if isinstance(value, types.CellType):
                 stack.callback(_put_back_cell, value, _contents(value))
@@ -147,6 +154,7 @@ class _Own:
         if id(value) in self.memo or isinstance(value, torch.nn.Module):
             return True
         if isinstance(value, torch.Tensor):
+            self._meet_leaf(value)
             return self.is_real
         if id(value) in seen:
             return False
@@ -179,13 +187,19 @@ class _Own:
     def _deepcopy(self, value: Any) -> Any:
         """A copy of a module or tensor that the model does not hold.
 
-        Parameters of such a module are not trained, nor changed in forward: the copy
-        has the same ones.
+        Parameters of such a module are not changed in forward: the copy has the same
+        ones.
         """
         if isinstance(value, torch.nn.Module):
             for parameter in value.parameters():
                 self.memo.setdefault(id(parameter), parameter)
+                self._meet_leaf(parameter)
         return copy.deepcopy(value, self.memo)
+
+    def _meet_leaf(self, tensor: torch.Tensor) -> None:
+        """Note what backward gives a gradient, as the centers that a loss learns."""
+        if tensor.requires_grad and tensor.is_leaf:
+            self.leaves[id(tensor)] = tensor
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__ or ()

@@ -197,6 +197,39 @@ class Momentum(torch.optim.Optimizer):
 
 
 @pytest.mark.slow
+class Centers(nn.Module):
+    """A loss that learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.centers = nn.Parameter(torch.ones(4, WIDTH))
+
+    def forward(self, output):
+        return torch.cdist(output, self.centers).mean()
+
+
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_planning_leaves_gradients_of_what_a_loss_learns_alone(has_gradient):
+    centers, offset = Centers(), torch.ones(WIDTH, requires_grad=True)
+    gradients = (
+        [torch.ones(4, WIDTH), torch.ones(WIDTH)] if has_gradient else [None] * 2
+    )
+    leaves = [centers.centers, offset]
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient
+
+    autosac.plan(
+        Blocks(),
+        torch.ones(16, WIDTH),
+        memory_budget="1GiB",
+        loss_fn=lambda output: centers(output + offset),
+    )
+
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        assert leaf.grad is gradient
+        assert gradient is None or gradient.eq(1).all()
+
+
 def test_what_an_optimizer_keeps_in_attributes_is_there_all_the_time():
     def peak(make_optimizer):
         model = Blocks()
