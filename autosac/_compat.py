@@ -1,17 +1,15 @@
 """Private PyTorch APIs (checked for torch 2.10 to 2.15).
 
-No other file touches them but `_compat_autocast.py` (autocast that modes hide),
-`_compat_dispatch.py` (what AC units do below autograd),
-`_compat_gpu.py` (fake CPU tensors that dispatch as a GPU's), `_compat_graphs.py` (joint
-graphs) and `_compat_profiler.py` (whether a profiler is at work).
+These are about ops and dispatch; what is about one part of PyTorch is in a
+`_compat_*.py` beside. No other file touches any.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +17,6 @@ from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -43,9 +39,7 @@ __all__ = [
     "METADATA_IDS",
     "TORCH_VERSION",
     "TRACE_ERRORS",
-    "FakeTensorMode",
     "TorchDispatchMode",
-    "fake_like",
     "is_random",
     "run_ignored",
     "written_arguments",
@@ -267,173 +261,6 @@ def is_profiling(func: Any) -> bool:
     return getattr(func, "namespace", None) == "profiler"
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one."""
-    return isinstance(tensor, FakeTensor)
-
-
-class _FakeMode(FakeTensorMode):
-    """A mode that asks the driver for devices once, not in every op."""
-
-    @cached_property
-    def avoid_device_init(self) -> bool:
-        return bool(super().avoid_device_init)
-
-
-def fake_mode(*, plain: bool = False) -> FakeTensorMode:
-    """A mode for fake tensors beside which real ones may be used.
-
-    Without its cache: in a trace, which knows equal calls itself, that only costs.
-
-    Args:
-        plain: Autograd takes its fakes for plain tensors: see `autosac._compat_plain`.
-    """
-    mode = _FakeMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False
-    vars(mode)["autosac_plain"] = plain
-    return mode
-
-
-def has_layout_only(mode: Any, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one of a mode, strided and without known values."""
-    return (
-        type(tensor) is FakeTensor
-        and tensor.fake_mode is mode
-        and tensor.constant is None
-        and tensor.layout is torch.strided
-    )
-
-
-def forget_values(tensors: Iterable[torch.Tensor]) -> None:
-    """Let fake tensors that were made of numbers be like all others."""
-    for tensor in tensors:
-        if isinstance(tensor, FakeTensor):
-            tensor.constant = None
-
-
-def fake_mode_of(tensor: Any) -> Any:
-    """The mode that a fake tensor belongs to, None for anything else."""
-    return tensor.fake_mode if isinstance(tensor, FakeTensor) else None
-
-
-# What a fake tensor is made as if autograd shall take it for a plain one: with dispatch
-# disabled it gets no key by which autograd knows subclasses. Its class is `FakeTensor`
-# afterwards. See `autosac._compat_plain`.
-_PlainFake: Any = type(
-    "_PlainFake",
-    (FakeTensor,),
-    {"__torch_dispatch__": torch._C._disabled_torch_dispatch_impl},
-)
-
-_META = torch.device("meta")
-
-
-def new_fake(
-    mode: Any,
-    size: tuple[int, ...],
-    stride: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    base: torch.Tensor | None = None,
-    offset: int = 0,
-) -> torch.Tensor:
-    """A fake tensor with memory of its own, or in that of another one."""
-    with no_dispatch():
-        if base is None:
-            meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
-        else:
-            meta = torch.empty(0, dtype=dtype, device=_META)
-            meta.set_(base.untyped_storage(), offset, size, stride)
-    return as_fake(mode, meta, device)
-
-
-def by_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Results of an op on tensors of one device, by its kernel for meta tensors.
-
-    Args:
-        func: A view, an op that returns an argument that it writes to, or one that
-            makes all its results.
-        args: Its arguments, all tensors among them; one at least is a fake.
-        kwargs: Others.
-    """
-    with no_dispatch():
-        metas = [_as_meta(a) if isinstance(a, torch.Tensor) else a for a in args]
-        out = func(*metas, **kwargs)
-    if changed := returned_arguments(func):
-        return pick_arguments(func, changed, args, kwargs)
-    first = next(arg for arg in args if isinstance(arg, FakeTensor))
-    mode, device = first.fake_mode, first.device
-    if isinstance(out, torch.Tensor):
-        return as_fake(mode, out, device)
-    return type(out)(None if t is None else as_fake(mode, t, device) for t in out)
-
-
-def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A meta tensor with the layout of a tensor, and with the memory of a fake one."""
-    meta = torch.empty(0, dtype=tensor.dtype, device=_META)
-    if not isinstance(tensor, FakeTensor):
-        return meta.new_empty_strided(tensor.shape, tensor.stride())
-    layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
-    return meta.set_(tensor.untyped_storage(), *layout)
-
-
-def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor on a device with the layout and the memory of a meta tensor."""
-    of_mode = vars(mode)
-    by_device = of_mode.get("autosac_known")
-    if by_device is None:
-        by_device = of_mode["autosac_known"] = {}
-    attributes = by_device.get(device)
-    if attributes is None:
-        attributes = by_device[device] = dict(vars(FakeTensor(mode, meta, device)))
-    # What the constructor does, without its checks: it is called for every result.
-    backend = of_mode.get("autosac_backend", device)
-    plain = bool(of_mode.get("autosac_plain"))
-    fake: torch.Tensor = _bare_fake(meta, backend, plain=plain)
-    vars(fake).update(attributes)
-    return fake
-
-
-def _bare_fake(meta: torch.Tensor, backend: Any, *, plain: bool) -> Any:
-    """A fake tensor that has no attributes yet."""
-    fake: Any = torch.Tensor._make_subclass(
-        _PlainFake if plain else FakeTensor,
-        meta,
-        dispatch_device=True,
-        device_for_backend_keys=backend,
-    )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
-    if plain:
-        fake.__class__ = FakeTensor
-    return fake
-
-
-def twin_of_fake(fake: Any, *, plain: bool) -> Any:
-    """A fake tensor in the memory of another one, a leaf, with its attributes."""
-    backend = vars(fake.fake_mode).get("autosac_backend", fake.fake_device)
-    with no_dispatch():
-        meta = _as_meta(fake)
-    twin = _bare_fake(meta, backend, plain=plain)
-    vars(twin).update(vars(fake))
-    return twin
-
-
-def is_plain_fake(value: Any) -> bool:
-    """Whether autograd takes a fake tensor for a plain one."""
-    key = torch._C.DispatchKey.Python
-    return type(value) is FakeTensor and not torch._C._dispatch_keys(value).has(key)
-
-
-def detached(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.detach()` below all modes; for a fake tensor without its dispatch."""
-    if not has_layout_only(mode, tensor) or tensor.is_complex() or tensor.is_neg():
-        with no_modes():
-            return tensor.detach()
-    layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-    return new_fake(mode, *layout, base=tensor, offset=int(tensor.storage_offset()))
-
-
 def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> int:
     """How many positional arguments are numbers where the schema says tensor."""
     return sum(
@@ -482,25 +309,6 @@ def clear_blas_workspaces() -> None:
     There is one per thread and stream (aten/src/ATen/cuda/CublasHandlePool.cpp).
     """
     torch._C._cuda_clearCublasWorkspaces()
-
-
-def fake_like(
-    mode: FakeTensorMode, tensor: torch.Tensor, meta_device: torch.device
-) -> torch.Tensor:
-    """A fake twin of a tensor; one on the meta device moves to ``meta_device``."""
-    if isinstance(tensor, FakeTensor):
-        return tensor
-    data = tensor.detach()
-    if tensor.is_meta:
-        fake: torch.Tensor = FakeTensor(mode, data, meta_device)
-    else:
-        fake = mode.from_tensor(data, static_shapes=True)
-    if vars(mode).get("autosac_plain"):
-        fake = twin_of_fake(fake, plain=True)
-    if isinstance(tensor, torch.nn.Parameter):
-        # What its constructor does, without a dispatched `detach` for each.
-        vars(fake)["_is_param"] = True
-    return fake.requires_grad_(tensor.requires_grad)
 
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:

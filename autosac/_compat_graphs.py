@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_leaves
 
-from autosac import _compat
+from autosac import _compat, _compat_fakes
 
 Partition = tuple[fx.GraphModule, fx.GraphModule]
 PartitionFn = Callable[[fx.GraphModule, int, Sequence[int]], Partition]
@@ -184,12 +184,14 @@ def copy_graph(module: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(module, graph)
 
 
-def symbolic_fake_mode() -> _compat.FakeTensorMode:
+def symbolic_fake_mode() -> _compat_fakes.FakeTensorMode:
     """A mode for fake tensors whose elements, once read, are unknown numbers."""
-    return _compat.FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    return _compat_fakes.FakeTensorMode(
+        shape_env=ShapeEnv(), allow_non_fake_inputs=True
+    )
 
 
-def fake_twin(mode: _compat.FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def fake_twin(mode: _compat_fakes.FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor of the shape, and of nothing else, of a real one."""
     return mode.from_tensor(tensor.detach(), static_shapes=True)
 
@@ -213,7 +215,7 @@ def capture_updates(
         with _PlainNumbers():  # type: ignore[no-untyped-call]
             run()
 
-    with _compat.fake_mode_of(tensors[0]), torch.no_grad():
+    with _compat_fakes.fake_mode_of(tensors[0]), torch.no_grad():
         module = make_fx(traced, tracing_mode="real")(list(tensors))
     for node in reversed(module.graph.nodes):
         is_unused = node.target is _compat.ITEM and not node.users

@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 
-from autosac import _compat
+from autosac import _compat, _compat_fakes
 from autosac.pytrees import mapped
 
 
@@ -69,16 +69,16 @@ class _Between(_compat.PlainDispatchMode):
         twins: dict[int, Any] = {}  # by address: of a fake, and the other way round
 
         def with_key(value: Any) -> Any:
-            if id(value) not in twins and _compat.is_plain_fake(value):
-                twin = _compat.twin_of_fake(value, plain=False)
+            if id(value) not in twins and _compat_fakes.is_plain_fake(value):
+                twin = _compat_fakes.twin_of_fake(value, plain=False)
                 pairs.append((value, twin))
                 twins[id(value)], twins[id(twin)] = twin, value
             return twins.get(id(value), value)
 
         def without_key(value: Any) -> Any:
-            if id(value) in twins or _compat.fake_mode_of(value) is not self.mode:
+            if id(value) in twins or _compat_fakes.fake_mode_of(value) is not self.mode:
                 return twins.get(id(value), value)
-            return _compat.twin_of_fake(value, plain=True)
+            return _compat_fakes.twin_of_fake(value, plain=True)
 
         out = func(*mapped(with_key, args), **mapped(with_key, kwargs or {}))
         for fake, twin in pairs:
@@ -111,8 +111,8 @@ def _are_restored(mode: FakeTensorMode | None) -> bool:
     are_restored = True
     fakes = [value for value in gc.get_objects() if type(value) is FakeTensor]
     for fake in fakes:
-        if fake.fake_mode is mode and _compat.is_plain_fake(fake):
-            twin = _compat.twin_of_fake(fake, plain=False)
+        if fake.fake_mode is mode and _compat_fakes.is_plain_fake(fake):
+            twin = _compat_fakes.twin_of_fake(fake, plain=False)
             try:
                 torch._C._swap_tensor_impl(fake, twin)
             except RuntimeError:  # "Expected no weakrefs to t1's Tensor object"

@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autosac._compat import IGNORED_OPS, is_fake
+from autosac._compat import IGNORED_OPS
+from autosac._compat_fakes import is_fake
 from autosac.devices.specs import DeviceSpec
 from autosac.fake_tensors.values import run_op
 from autosac.lens.mode import lens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autosac import _compat, _compat_dispatch
+from autosac import _compat, _compat_dispatch, _compat_fakes
 from autosac.checkpointing.tensor_parts import elements
 from autosac.far_memory import FarMemory, Sent
 
@@ -28,7 +28,7 @@ class Place:
         self.tensor: torch.Tensor | None = None
         self.is_filled = False
         self.sent: Sent | None = None
-        if not _compat.is_fake(tensor):
+        if not _compat_fakes.is_fake(tensor):
             with _compat.no_modes():
                 whole = elements(_compat_dispatch.detached(tensor))
                 self.sent = memory.send(whole.view(torch.uint8))

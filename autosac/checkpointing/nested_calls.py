@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from autosac import _compat, _compat_dispatch
+from autosac import _compat, _compat_dispatch, _compat_fakes
 from autosac._compat_distributed import (
     are_distributed,
     key_on_rank,
@@ -163,7 +163,7 @@ def _is_same(before: Any, now: Any) -> bool:
     if isinstance(before, torch.Tensor):
         if not isinstance(now, torch.Tensor):
             return False
-        if key_of(before) == key_of(now) or _compat.is_fake(now):
+        if key_of(before) == key_of(now) or _compat_fakes.is_fake(now):
             return layout_of(before) == layout_of(now)
         return equal_bytes(before, now)
     return before is now or bool(before == now) or bool(before != before)

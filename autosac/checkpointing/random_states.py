@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_fakes
 from autosac.pytrees import tensors_in
 
 
@@ -17,7 +17,7 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
     if isinstance(generator, torch.Generator):
         return generator
     tensor = next(tensors_in((args, kwargs)), None)
-    if tensor is not None and _compat.is_fake(tensor):
+    if tensor is not None and _compat_fakes.is_fake(tensor):
         return None
     device = torch.device(kwargs.get("device") or "cpu")
     if tensor is not None:

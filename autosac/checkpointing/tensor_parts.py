@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_fakes
 
 Layout = tuple[Any, ...]
 
@@ -75,7 +75,7 @@ def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether real tensors lie alike in their storages and hold the same bytes."""
     if layout_of(one) != layout_of(other) or one.device != other.device:
         return False
-    if _compat.is_fake(one) or _compat.is_fake(other):
+    if _compat_fakes.is_fake(one) or _compat_fakes.is_fake(other):
         return False
     plain = (tensor.resolve_conj().resolve_neg() for tensor in (one, other))
     rows = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in plain)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_fakes
 from autosac._compat_dispatch import Traits
 from autosac.checkpointing.random_states import RandomState, random_state
 from autosac.checkpointing.tensor_parts import Result, version_of
@@ -49,7 +49,7 @@ class Passed:
             self.results = [Result(DETACHED, 0, tensor) for tensor in tensors]
             storages = (tensor.untyped_storage() for tensor in tensors)
             self._storages = [weakref.ref(storage) for storage in storages]
-        if traits.is_random and not any(map(_compat.is_fake, tensors)):
+        if traits.is_random and not any(map(_compat_fakes.is_fake, tensors)):
             self._drawn = [_bytes_of(tensor) for tensor in tensors]
 
     def alive(self) -> Iterator[tuple[Result, torch.UntypedStorage]]:

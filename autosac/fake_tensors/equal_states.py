@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_autograd
+from autosac import _compat_autograd, _compat_fakes
 from autosac.fake_tensors.foreach import is_plain, made_like
 
 _NUMBERS = (bool, int, float, type(None))
@@ -70,7 +70,7 @@ class EqualStates:
             kind is not None
             and len(storages) == len(tensors)
             and all(isinstance(v, (torch.Tensor, *_NUMBERS)) for v in state.values())
-            and all(_compat.has_layout_only(self._mode, t) for t in tensors)
+            and all(_compat_fakes.has_layout_only(self._mode, t) for t in tensors)
             and all(map(is_plain, tensors))
         ):
             self._known[kind] = state

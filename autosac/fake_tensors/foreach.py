@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_fakes
 from autosac.fake_tensors.repeated_calls import extent
 
 Run = Callable[[Any], Any]  # positional arguments -> results
@@ -88,4 +88,4 @@ def is_plain(result: Any) -> bool:
 def made_like(mode: Any, result: torch.Tensor) -> torch.Tensor:
     """A fake tensor of a result's layout with memory of its own."""
     size, stride = tuple(result.shape), result.stride()
-    return _compat.new_fake(mode, size, stride, result.dtype, result.device)
+    return _compat_fakes.new_fake(mode, size, stride, result.dtype, result.device)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_fakes
 
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
@@ -46,7 +46,7 @@ def _ctc_loss(
     aten/src/ATen/native: LossCTC.cpp, cuda/LossCTC.cu.
     """
     if isinstance(lengths, torch.Tensor):
-        if _compat.is_fake(lengths):
+        if _compat_fakes.is_fake(lengths):
             return None
         with _compat.no_modes():
             lengths = lengths.tolist()

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_dispatch
+from autosac import _compat, _compat_dispatch, _compat_fakes
 from autosac.fake_tensors.op_facts import Facts
 from autosac.pytrees import tensors_in
 
@@ -198,7 +198,7 @@ class RepeatedCalls:
 
     def _template(self, inputs: Tensors, out: Any) -> Any:
         outputs = list(tensors_in((out,)))
-        if outputs and not any(map(_compat.is_fake, inputs + outputs)):
+        if outputs and not any(map(_compat_fakes.is_fake, inputs + outputs)):
             return _REAL
         return _Templates(self.mode, inputs).of(out)
 
@@ -226,7 +226,7 @@ class RepeatedCalls:
                 parts += (kind, value)  # 1 and 1.0 are equal, but not to every op
             elif isinstance(value, torch.Tensor):
                 tensors.append(value)
-                if _compat.has_layout_only(self.mode, value):
+                if _compat_fakes.has_layout_only(self.mode, value):
                     kinds |= _IS_FAKE
                 elif is_real(value):
                     kinds |= _IS_REAL
@@ -253,7 +253,7 @@ class RepeatedCalls:
     def _make(self, template: Any, tensors: Tensors) -> Any:
         kind = type(template)
         if kind is _Made:
-            return _compat.new_fake(
+            return _compat_fakes.new_fake(
                 self.mode,
                 template.size,
                 template.stride,
@@ -288,7 +288,7 @@ def _key_of_any_size(
         if type(value) in _PLAIN:
             parts += (type(value), value)
             continue
-        if not _compat.has_layout_only(mode, value):
+        if not _compat_fakes.has_layout_only(mode, value):
             return None
         if value.shape != shape or value.stride() != stride:
             return None
@@ -330,7 +330,7 @@ class _Templates:
 
     def __init__(self, mode: Any, tensors: Tensors) -> None:
         self.mode = mode
-        self.reads_values = any(not _compat.is_fake(t) for t in tensors)
+        self.reads_values = any(not _compat_fakes.is_fake(t) for t in tensors)
         self.are_simple = all(is_real(t) or self._is_simple(t) for t in tensors)
         self.positions: dict[int, list[int]] = defaultdict(list)
         self.bases: dict[int, list[int]] = defaultdict(list)
@@ -374,7 +374,7 @@ class _Templates:
     def _is_simple(self, tensor: Any) -> bool:
         return (
             isinstance(tensor, torch.Tensor)
-            and _compat.has_layout_only(self.mode, tensor)
+            and _compat_fakes.has_layout_only(self.mode, tensor)
             and not tensor.is_complex()
             and not tensor.is_quantized
         )

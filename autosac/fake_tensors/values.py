@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from autosac import _compat, _compat_dispatch
+from autosac import _compat, _compat_dispatch, _compat_fakes
 from autosac.errors import TraceError
 from autosac.fake_tensors import real_layouts
 from autosac.fake_tensors.repeated_calls import is_real
@@ -97,11 +97,11 @@ def run_op(
         on_gpu: The fakes stand for a GPU's tensors.
         floats: Keep floating-point values of what is made of nothing, too.
     """
-    if any(map(_compat.is_fake, inputs)):
+    if any(map(_compat_fakes.is_fake, inputs)):
         out = real_layouts.of_own_kernel(func, args, kwargs)
         is_plain = out is None and _has_plain_kernel(func, args, kwargs, inputs)
         if is_plain:
-            out = _compat.by_meta_kernel(func, args, kwargs)
+            out = _compat_fakes.by_meta_kernel(func, args, kwargs)
         elif out is None:
             out = func(*args, **kwargs)
         if on_gpu:
@@ -163,10 +163,10 @@ def _has_plain_kernel(
     if func in _BY_LAYOUT_IN_FLOAT32 and any(t.dtype != torch.float32 for t in inputs):
         return False
     num_tensors = sum(isinstance(arg, torch.Tensor) for arg in args)
-    first = next(filter(_compat.is_fake, inputs))
-    mode = _compat.fake_mode_of(first)
+    first = next(filter(_compat_fakes.is_fake, inputs))
+    mode = _compat_fakes.fake_mode_of(first)
     return num_tensors == len(inputs) and all(
-        (_compat.has_layout_only(mode, tensor) or is_real(tensor))
+        (_compat_fakes.has_layout_only(mode, tensor) or is_real(tensor))
         and tensor.device == first.device
         and not tensor.is_complex()
         and not tensor.is_quantized

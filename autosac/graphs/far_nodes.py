@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_fakes
 from autosac.errors import UnsupportedError
 from autosac.far_memory import FarMemory, Sent
 
@@ -57,7 +57,7 @@ class Send:
 
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        is_fake = _compat.is_fake(tensor)
+        is_fake = _compat_fakes.is_fake(tensor)
         sent = None if is_fake else self.memory.send(_bytes_of(tensor))
         ticket = tensor.new_empty(0, dtype=torch.uint8)
         _hold(

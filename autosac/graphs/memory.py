@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from autosac import _compat, _compat_graphs
+from autosac import _compat, _compat_fakes, _compat_graphs
 from autosac.costs.calibrating import look_up
 from autosac.costs.roofline import call_ms
 from autosac.costs.timing import OpMeasurement, OpSizes
@@ -182,10 +182,17 @@ def graph_memory(module: fx.GraphModule) -> GraphMemory:
     ]
     run = _FakeRun(module)
     mode = next(
-        (m for t in tensors_in(inputs) if (m := _compat.fake_mode_of(t)) is not None),
+        (
+            m
+            for t in tensors_in(inputs)
+            if (m := _compat_fakes.fake_mode_of(t)) is not None
+        ),
         None,
     )
-    with mode or _compat.FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+    with (
+        mode or _compat_fakes.FakeTensorMode(allow_non_fake_inputs=True),
+        torch.no_grad(),
+    ):
         run.run(*inputs)
     return GraphMemory(nodes=run.found, nbytes=run.nbytes)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autosac import _compat, _compat_graphs
+from autosac import _compat_fakes, _compat_graphs
 from autosac.graphs.memory import GraphMemory
 from autosac.graphs.optimizer_steps import OptimizerStep
 
@@ -36,7 +36,7 @@ def append_step(
         backward: The nodes of the stage backward.
     """
     inputs = graph.find_nodes(op="placeholder")
-    mode = _compat.fake_mode_of(inputs[0].meta["val"])
+    mode = _compat_fakes.fake_mode_of(inputs[0].meta["val"])
     gradients = _Gradients(graph, memory, backward)
     given = [inputs[place] for place in parameters]
     given += [

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autosac import _compat, _compat_gpu
+from autosac import _compat_fakes, _compat_gpu
 from autosac.errors import UnsupportedError
 from autosac.pytrees import tensors_in
 
@@ -168,7 +168,7 @@ def _eligible(value: Any) -> bool:
         isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and value.dtype != torch.float64
-        and (value.is_cuda or _compat.is_fake(value) or value.dim() > 0)
+        and (value.is_cuda or _compat_fakes.is_fake(value) or value.dim() > 0)
     )
 
 

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_gpu
+from autosac import _compat, _compat_fakes, _compat_gpu
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import UnsupportedError
 from autosac.lens import attention
@@ -128,7 +128,7 @@ def _overload(name: str) -> Any:
 
 def _for_fakes(mode: Any, op: Any, kernel: Any, *args: Any, **kwargs: Any) -> Any:
     """Keep the kernels away from tensors that other code has on a real GPU."""
-    if _compat.fake_mode_of(args[0]) is mode:
+    if _compat_fakes.fake_mode_of(args[0]) is mode:
         return kernel(*args, **kwargs)
     return _compat_gpu.composite(op, *args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from autosac import _compat
+from autosac import _compat, _compat_fakes
 
 
 def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
@@ -18,7 +18,7 @@ def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
     """
     gpu = torch.device("cuda", 0)
     with _compat.no_modes(), torch.no_grad():
-        mode = _compat.fake_mode()
+        mode = _compat_fakes.fake_mode()
 
         def moved(value: Any) -> Any:
             if isinstance(value, torch.device):
@@ -28,7 +28,7 @@ def on_fake_gpu(func: Any, args: Any, kwargs: Any) -> Any:
             meta = torch.empty_strided(
                 value.shape, value.stride(), dtype=value.dtype, device="meta"
             )
-            return _compat.as_fake(mode, meta, gpu)
+            return _compat_fakes.as_fake(mode, meta, gpu)
 
         with mode:
             return func(*tree_map(moved, args), **tree_map(moved, kwargs))

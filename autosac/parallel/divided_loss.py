@@ -18,7 +18,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from autosac import _compat
+from autosac import _compat, _compat_fakes
 from autosac.errors import UnsupportedError
 from autosac.parallel.tp_styles import TensorParallel
 
@@ -74,7 +74,7 @@ def _check_targets(
     num_classes = logits.shape[min(logits.dim() - 1, 1)]
     if weight is None or 0 <= ignore_index < num_classes:
         return
-    if target.is_meta or _compat.is_fake(target):
+    if target.is_meta or _compat_fakes.is_fake(target):
         return  # its values are not known
     with _compat.no_modes():
         is_met = bool((target == ignore_index).any())

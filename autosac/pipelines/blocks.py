@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from autosac import _compat
+from autosac import _compat_fakes
 from autosac._compat_distributed import hide_propagation, unwrapped
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
 from autosac.parallel.sequence_parts import positions_argument
@@ -153,7 +153,7 @@ def chain_of(
     Raises:
         UnsupportedError: They are no chain; says which block is called otherwise.
     """
-    mode = _compat.fake_mode(plain=False)
+    mode = _compat_fakes.fake_mode(plain=False)
     fake_model, passed = _on_fakes(model, inputs, mode, dtype)
     order: dict[str, Passed] = {}
     latest: list[Any] = [passed]
@@ -193,7 +193,7 @@ def chain_of(
 def _on_fakes(
     model: _Model,
     inputs: torch.Tensor,
-    mode: _compat.FakeTensorMode,
+    mode: _compat_fakes.FakeTensorMode,
     dtype: torch.dtype | None,
 ) -> tuple[_Model, torch.Tensor]:
     """A model and its inputs as fake tensors of a mode, which compute in a type."""
@@ -216,7 +216,7 @@ def _on_fakes(
 
 
 @contextlib.contextmanager
-def _running(model: nn.Module, mode: _compat.FakeTensorMode) -> Iterator[None]:
+def _running(model: nn.Module, mode: _compat_fakes.FakeTensorMode) -> Iterator[None]:
     """Run a model on fakes of a mode; what equal blocks do is worked out once."""
     recorder = Recorder(
         model, mode=mode, device_type="cpu", granularity_bytes=1, only_storages=True
@@ -246,7 +246,7 @@ def handed_on(
         UnsupportedError: A block hands on a distributed tensor otherwise.
         TraceError: A block does not run under its styles.
     """
-    mode = _compat.fake_mode(plain=False)
+    mode = _compat_fakes.fake_mode(plain=False)
     fake_model, passed = _on_fakes(divided, inputs, mode, dtype)
     order: dict[str, Passed] = {}
     fqns = divided.block_fqns

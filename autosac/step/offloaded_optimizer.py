@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_autograd, _compat_dispatch
+from autosac import _compat_autograd, _compat_dispatch, _compat_fakes
 from autosac.errors import ArgumentError
 from autosac.far_memory import Copy, FarMemory
 from autosac.quantities import parse_bytes
@@ -268,7 +268,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     coming.append(_Moved(state, name, new, self._begin(new, far)))
 
     def _begin(self, target: torch.Tensor, far: torch.Tensor) -> Copy | None:
-        if _compat.is_fake(target):
+        if _compat_fakes.is_fake(target):
             return None
         return self.memory.begin_copy(target, far, "back")
 
@@ -290,7 +290,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self, tensor: torch.Tensor, far: torch.Tensor | None, device: torch.device
     ) -> tuple[torch.Tensor, Copy | None]:
         """A tensor's place in far memory, and the copy to there that has begun."""
-        is_fake = _compat.is_fake(tensor)
+        is_fake = _compat_fakes.is_fake(tensor)
         if far is None or _layout(far) != _layout(tensor):
             # A fake tensor that was there before the step stands for its own copy.
             far = tensor if is_fake else self.memory.new(tensor, device)
@@ -420,7 +420,9 @@ def _check_parameters(optimizer: torch.optim.Optimizer) -> None:
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for parameter in parameters:
-        plain = _compat.is_fake(parameter) or _compat_dispatch.is_plain(type(parameter))
+        plain = _compat_fakes.is_fake(parameter) or _compat_dispatch.is_plain(
+            type(parameter)
+        )
         if not plain or parameter.layout is not torch.strided:
             raise ArgumentError(
                 f"`optimizer` trains a {type(parameter).__name__} of shape"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_fakes
 from autosac._compat_distributed import local
 from autosac.devices.cuda_matmuls import Library, kept_blocks
 from autosac.devices.specs import DeviceSpec
@@ -147,7 +147,7 @@ class Account:
     def original_parameter(self, tensors: list[torch.Tensor]) -> tuple[int, ...] | None:
         """Shape of the first of the user's own parameters among tensors, if any."""
         for tensor in tensors:
-            if not _compat.is_fake(tensor) and self._counts(tensor):
+            if not _compat_fakes.is_fake(tensor) and self._counts(tensor):
                 index = self.originals.get(tensor.untyped_storage()._cdata)
                 if index is not None and self.categories[index] == "parameter":
                     return tuple(tensor.shape)

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from autosac import _compat, _compat_autograd, _compat_plain
+from autosac import _compat_autograd, _compat_fakes, _compat_plain
 from autosac._compat_distributed import unwrapped
 from autosac.errors import ArgumentError, TraceError
 from autosac.fake_tensors.values import keeps_values
@@ -66,7 +66,7 @@ class AnyCopies(TorchFunctionMode):
 
 @contextmanager
 def copied(
-    step: Step, mode: _compat.FakeTensorMode | None
+    step: Step, mode: _compat_fakes.FakeTensorMode | None
 ) -> Iterator[tuple[Any, ...]]:
     """Inside, there are copies of model, optimizer, args and kwargs, a loss, modules.
 
@@ -130,7 +130,7 @@ def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any
 
 
 def _conversion(
-    step: Step, mode: _compat.FakeTensorMode
+    step: Step, mode: _compat_fakes.FakeTensorMode
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function that makes fake tensors of real ones."""
     device = torch.device(step.traced_type)
@@ -140,7 +140,7 @@ def _conversion(
         if keeps_values(held):
             fake = held.detach().clone()
         else:
-            fake = _compat.fake_like(mode, held, device)
+            fake = _compat_fakes.fake_like(mode, held, device)
         if wrap is None:
             return fake
         with _compat_plain.fakes_of(mode):
@@ -154,7 +154,7 @@ def _conversion(
 
 def _fake_parameters(
     step: Step,
-    mode: _compat.FakeTensorMode,
+    mode: _compat_fakes.FakeTensorMode,
     convert: Callable[[torch.Tensor], torch.Tensor],
 ) -> dict[int, Any]:
     """Fake parameters by the addresses of the user's, those in lists, too."""
@@ -257,9 +257,11 @@ def _in_dtype(mode: Any, dtype: torch.dtype, parameter: torch.Tensor) -> torch.T
     if not parameter.is_floating_point():
         return parameter
     held, wrap = unwrapped(parameter)
-    if _compat.is_fake(held) and held.is_contiguous():  # as `to`, which takes long
+    if (
+        _compat_fakes.is_fake(held) and held.is_contiguous()
+    ):  # as `to`, which takes long
         layout = (tuple(held.shape), held.stride(), dtype, held.device)
-        held = _compat.new_fake(mode, *layout)
+        held = _compat_fakes.new_fake(mode, *layout)
     else:
         held = held.detach().to(dtype)
     data = held if wrap is None else wrap(held)

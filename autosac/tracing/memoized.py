@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_fakes
 
 _Cache = Any  # `functools._lru_cache_wrapper`
 _DEEPEST = 4  # containers between a cache and a tensor
@@ -28,7 +28,7 @@ def remember(storages: set[int]) -> bool:
 
 def forget_fakes() -> None:
     """Empty the caches that hold fake tensors."""
-    for cache in _caches(_compat.is_fake):
+    for cache in _caches(_compat_fakes.is_fake):
         cache.cache_clear()
 
 

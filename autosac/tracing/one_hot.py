@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from autosac import _compat, _compat_gpu
+from autosac import _compat_fakes, _compat_gpu
 from autosac.tracing.recorder import Recorder
 
 _OP = torch.ops.aten.one_hot.default
@@ -44,7 +44,7 @@ def _one_hot(
     of_pytorch: Callable[[], torch.Tensor] = partial(
         _compat_gpu.composite, _OP, indices, num_classes
     )
-    if not _compat.is_fake(indices) or num_classes == -1:
+    if not _compat_fakes.is_fake(indices) or num_classes == -1:
         return of_pytorch()
     recorder.needs_plain_fakes()
     with recorder.answering_zero():

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_autograd, _compat_dispatch
+from autosac import _compat, _compat_autograd, _compat_dispatch, _compat_fakes
 from autosac._compat_distributed import WAITS, are_distributed, unwrapped
 from autosac.devices.cuda_matmuls import Library, library_of, runs_blas
 from autosac.devices.specs import DeviceSpec
@@ -320,7 +320,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         out = func(*args, **kwargs)
         if self.phase == "optimizer":
             # Nobody reads step counts (see ITEM above), and counting takes long.
-            _compat.forget_values(tensors_in((out,)))
+            _compat_fakes.forget_values(tensors_in((out,)))
         return out
 
     def _call(
@@ -337,12 +337,12 @@ class Recorder(_compat.PlainDispatchMode, Account):
             return func(*args, **kwargs)
         mode = self.repeated.mode
         if self._is_count(func, args):
-            return _compat.new_fake(mode, (), (), args[0].dtype, args[0].device)
+            return _compat_fakes.new_fake(mode, (), (), args[0].dtype, args[0].device)
         if self.answers_zero and func is _compat.ITEM:
             return 0
         if key is _OVERWRITTEN:
             out = func(*args, **kwargs)
-            _compat.forget_values(tensors_in((out,)))
+            _compat_fakes.forget_values(tensors_in((out,)))
             return out
         if key is None:
             self._look_for_overwritten(func, args, kwargs, inputs)
@@ -371,18 +371,18 @@ class Recorder(_compat.PlainDispatchMode, Account):
             return False
         line = (_compat.op_name(func), source_lines.of_caller())
         return line in self.learned.overwritten and not any(
-            map(_compat.is_fake, inputs)
+            map(_compat_fakes.is_fake, inputs)
         )
 
     def _look_for_overwritten(
         self, func: Any, args: Any, kwargs: dict[str, Any], inputs: list[torch.Tensor]
     ) -> None:
         """Begin anew if an op writes unknown values over known ones."""
-        if self.only_storages or not any(map(_compat.is_fake, inputs)):
+        if self.only_storages or not any(map(_compat_fakes.is_fake, inputs)):
             return
         for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
             index = self.ids.get(tensor.untyped_storage()._cdata)
-            if index is None or _compat.is_fake(tensor):
+            if index is None or _compat_fakes.is_fake(tensor):
                 continue
             made_by = next((op for op in self.ops if index in op.creates), None)
             if made_by is not None and made_by.source:
@@ -437,12 +437,12 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.saved.append(Saved(storage, self.tick(), is_number=number))
         mode = self.repeated.mode
         if self.born[storage] == 0:
-            holder.tensor = _compat.detached(mode, tensor)
+            holder.tensor = _compat_fakes.detached(mode, tensor)
         elif self.is_real:
             holder.twin = partial(twin, self.copies.keep(tensor, storage))
         else:
             layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
-            holder.twin = partial(_compat.new_fake, mode, *layout)
+            holder.twin = partial(_compat_fakes.new_fake, mode, *layout)
         return holder
 
     def _unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:

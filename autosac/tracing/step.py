@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat
+from autosac import _compat_fakes
 from autosac._compat_distributed import are_distributed
 from autosac.devices.specs import DeviceSpec
 from autosac.pytrees import held_tensors
@@ -87,6 +87,8 @@ class Step:
         return (
             self.lens is None
             and self.compute_dtype is None
-            and not any(tensor.is_meta or _compat.is_fake(tensor) for tensor in tensors)
+            and not any(
+                tensor.is_meta or _compat_fakes.is_fake(tensor) for tensor in tensors
+            )
             and not are_distributed(map(type, tensors))
         )

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 from autosac import (
-    _compat,
     _compat_compiler,
     _compat_dispatch,
     _compat_distributed,
+    _compat_fakes,
     _compat_plain,
 )
 from autosac._compat_distributed import local
@@ -237,7 +237,7 @@ def _run(
     while True:
         is_real, mode = step.learned.real, None
         if not is_real:
-            mode = _compat.fake_mode(plain=step.learned.plain)
+            mode = _compat_fakes.fake_mode(plain=step.learned.plain)
         left: set[int] | None = None  # unknown: it failed
         try:
             tape, left = _run_on(mode, step, prepare, **options)
@@ -262,7 +262,11 @@ def _run(
 
 
 def _later(
-    tape: Tape, mode: _compat.FakeTensorMode | None, step: Step, *args: Any, **how: Any
+    tape: Tape,
+    mode: _compat_fakes.FakeTensorMode | None,
+    step: Step,
+    *args: Any,
+    **how: Any,
 ) -> Tape:
     """The tape of a second step, if what modules keep makes it another one.
 
@@ -312,7 +316,7 @@ def _sizes(tape: Tape) -> list[int]:
 
 
 def _run_on(
-    mode: _compat.FakeTensorMode | None,
+    mode: _compat_fakes.FakeTensorMode | None,
     step: Step,
     prepare: Callable[[torch.nn.Module], Any],
     *,
@@ -391,7 +395,7 @@ def _run_on(
 
 def _take_earlier_steps(
     recorder: Recorder,
-    mode: _compat.FakeTensorMode | None,
+    mode: _compat_fakes.FakeTensorMode | None,
     step: Step,
     model: torch.nn.Module,
     args: tuple[Any, ...],
@@ -469,7 +473,7 @@ def _train(
 
 @contextmanager
 def _recorded(
-    recorder: Recorder, mode: _compat.FakeTensorMode | None
+    recorder: Recorder, mode: _compat_fakes.FakeTensorMode | None
 ) -> Iterator[None]:
     """Record a step, on fakes of a mode or on real tensors."""
     # On a GPU backward would run on a thread of its own, whose last references go at

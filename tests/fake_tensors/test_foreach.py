@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autosac import _compat
+from autosac import _compat_fakes
 from autosac.fake_tensors.foreach import run_distinct
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def layouts(results):
     ids=str,
 )
 def test_results_are_those_of_the_whole_call_each_with_its_own_memory(func, rest):
-    mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _compat_fakes.FakeTensorMode(allow_non_fake_inputs=True)
     items = many(mode, (4, 8), (8,), (4, 8), (4, 8), (8,))
     with mode:
         items[3] = items[3].t()
@@ -52,7 +52,7 @@ def test_results_are_those_of_the_whole_call_each_with_its_own_memory(func, rest
 
 
 def test_items_that_go_together_are_told_apart_by_every_list():
-    mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _compat_fakes.FakeTensorMode(allow_non_fake_inputs=True)
     left, right = many(mode, (4,), (4,), (4,)), many(mode, (4,), (1,), (4,))
     with mode:
         left[2] = left[2].double()
@@ -68,7 +68,7 @@ def test_items_that_go_together_are_told_apart_by_every_list():
 
 
 def test_other_ops_on_lists_run_as_they_are():
-    mode = _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _compat_fakes.FakeTensorMode(allow_non_fake_inputs=True)
     items = many(mode, (4,), (4,))
     seen = []
 

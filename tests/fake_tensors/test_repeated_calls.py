@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from autosac import _compat
+from autosac import _compat_fakes
 from autosac.fake_tensors import real_layouts
 from autosac.fake_tensors.repeated_calls import RepeatedCalls
 from autosac.fake_tensors.values import (
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @pytest.fixture
 def mode():
-    return _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    return _compat_fakes.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake(mode, *size, dtype=torch.float32):
@@ -412,7 +412,7 @@ def test_calls_that_layouts_do_not_determine_are_always_made(func, args, mode):
 
 
 def _other_mode():
-    return _compat.FakeTensorMode(allow_non_fake_inputs=True)
+    return _compat_fakes.FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def test_a_result_that_may_be_either_of_two_arguments_is_not_repeated(mode):

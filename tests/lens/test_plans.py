@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn import functional
 
 import autosac
-from autosac import _compat, _compat_gpu
+from autosac import _compat_fakes, _compat_gpu
 from autosac.cli.demo import GPT, next_token_loss
 from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
@@ -264,7 +264,7 @@ def test_does_not_calibrate_what_is_not_present():
 def _outside():
     optimizers = importlib.import_module("torch.optim.optimizer")
     return (
-        _compat.FakeTensor.__new__,
+        _compat_fakes.FakeTensor.__new__,
         torch.autocast.__init__,
         torch.autocast.__enter__,
         torch.autocast.__exit__,
@@ -353,7 +353,7 @@ def test_a_spec_needs_no_capability():
 def test_a_lens_without_a_device_only_tells_optimizers_what_is_fake():
     before = _outside()
 
-    with lens(_compat.FakeTensorMode(), None):
+    with lens(_compat_fakes.FakeTensorMode(), None):
         within = _outside()
 
     assert [a == b for a, b in zip(before, within, strict=True)].count(False) == 1

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from autosac import _compat, calibrate, floor, plan
+from autosac import _compat, _compat_fakes, calibrate, floor, plan
 from autosac.errors import TraceError
 from autosac.fake_tensors.values import run_op
 from autosac.profiles.profile import profile
@@ -294,7 +294,7 @@ def test_grouped_products_have_the_layout_of_the_real_kernel(factors, dtype):
     x, weights = torch.randn(16, 16, dtype=dtype), torch.randn(2, 15, 16, dtype=dtype)
     left, right, ends = factors(x, weights)
     real = torch._grouped_mm(left, right, offs=ends)
-    mode = _compat.fake_mode()
+    mode = _compat_fakes.fake_mode()
     fakes = [mode.from_tensor(tensor) for tensor in (left, right)]
 
     with mode:
