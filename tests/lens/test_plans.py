@@ -263,6 +263,7 @@ def test_does_not_calibrate_what_is_not_present():
 
 def _outside():
     optimizers = importlib.import_module("torch.optim.optimizer")
+    importlib.import_module("torch.distributed.tensor")  # which tells them of its own
     return (
         _compat_fakes.FakeTensor.__new__,
         torch.autocast.__init__,
