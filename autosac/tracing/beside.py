@@ -7,6 +7,7 @@ good, and later steps add to them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -18,20 +19,24 @@ from autosac.step.arguments import warn
 from autosac.tracing.learned import Learned, Retrace
 from autosac.tracing.recorder import Recorder
 
+_Leaf = weakref.ref[torch.Tensor]
+
 
 def keep_gradients(
     recorder: Recorder, model: torch.nn.Module, learned: Learned
-) -> list[torch.Tensor]:
+) -> list[_Leaf]:
     """Give those that get gradients the ones that earlier steps have left.
 
     Returns:
-        All that the model holds and may train, but for its parameters.
+        All that the model holds and may train, but for its parameters. What it lets go
+        of in the step, such as the weight that an earlier forward pass has made, is
+        not held.
     """
     with _compat_plain.fakes_of(recorder.repeated.mode):
         leaves = give_gradients(model, learned)
     gradients = (leaf.grad for leaf in leaves if leaf.grad is not None)
     recorder.register(gradients, "gradient")
-    return leaves
+    return [weakref.ref(leaf) for leaf in leaves]
 
 
 def give_gradients(model: torch.nn.Module, learned: Learned) -> list[torch.Tensor]:
@@ -48,20 +53,24 @@ def give_gradients(model: torch.nn.Module, learned: Learned) -> list[torch.Tenso
     return leaves
 
 
-def learn_gradients(leaves: Sequence[torch.Tensor], learned: Learned) -> None:
+def learn_gradients(references: Sequence[_Leaf], learned: Learned) -> None:
     """Note which of them have a gradient after backward.
 
     Raises:
         Retrace: Some that nothing was known of.
     """
-    found = {n for n, leaf in enumerate(leaves) if leaf.grad is not None}
-    if found <= set(learned.beside):
+    found = {
+        n: leaf.nbytes
+        for n, reference in enumerate(references)
+        if (leaf := reference()) is not None and leaf.grad is not None
+    }
+    if found.keys() <= set(learned.beside):
         return
-    learned.beside = tuple(sorted(found | set(learned.beside)))
-    num_bytes = sum(leaves[number].nbytes for number in learned.beside)
+    learned.beside = tuple(sorted(found.keys() | set(learned.beside)))
+    in_all = format_bytes(sum(found.values()))
     warn(
-        f"{len(found)} tensors of the model get gradients, {format_bytes(num_bytes)} in"
-        " all, though they are none of its parameters: `zero_grad()` never drops these,"
+        f"{len(found)} tensors of the model get gradients, {in_all} in all, though"
+        " they are none of its parameters: `zero_grad()` never drops these,"
         " and `model.parameters()` gives them to no optimizer. They count in every"
         " step. Keep modules in an `nn.ModuleList` or `nn.ModuleDict`, tensors as"
         " `nn.Parameter`; or call `requires_grad_(False)` on what shall not be trained."

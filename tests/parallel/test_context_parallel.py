@@ -27,7 +27,7 @@ from autosac.parallel.sequence_parts import part_of
 from autosac.parallel.tp_finding import find_styles
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.step.training_step import finish_step, micro_step
-from benchmarks import allocator_shim, mesh_ranks
+from benchmarks import allocator_shim, mesh_ranks, rank_models
 from benchmarks.rank_server import run_ranks
 from tests.parallel.test_meshes import labelled, llama
 
@@ -89,7 +89,7 @@ class Mixing(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(mesh_ranks.Attention() for _ in range(3))
+        self.layers = nn.ModuleList(rank_models.Attention() for _ in range(3))
 
     def forward(self, x, position_ids=None):
         for layer in self.layers:

@@ -10,7 +10,7 @@ from torch.nn import functional
 import autosac
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
-from benchmarks import mesh_ranks
+from benchmarks import rank_models
 
 SPEC = replace(cluster_spec("pcie-l40s", num_gpus=4), device=device_spec("cpu"))
 WIDTH, NUM_TOKENS, LENGTH = 96, 1024, 16
@@ -27,7 +27,7 @@ class Learnt(nn.Module):
         return functional.softplus(functional.softplus(self.slope) * x)
 
 
-class Block(mesh_ranks.Block):
+class Block(rank_models.Block):
     """With that activation, or a factor of the MLP's output."""
 
     def __init__(self, activation=None, factor=None):
@@ -42,7 +42,7 @@ class Block(mesh_ranks.Block):
         return x + (made if self.factor is None else self.factor * made)
 
 
-class Model(mesh_ranks.GPT):
+class Model(rank_models.GPT):
     def __init__(self, **options):
         super().__init__()
         self.h = nn.ModuleList(Block(**options) for _ in range(2))
