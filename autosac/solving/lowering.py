@@ -24,7 +24,8 @@ from autosac.units.unit import Unit
 _MOST_BLOCKS = 1_000_000  # of an allocator in all replays: some seconds
 _MOST_REPLAYS = 500
 _MOST_IN_VAIN = 40  # replays in a row that find nothing lower,
-_MOST_AIMED_IN_VAIN = 96  # or nothing low enough
+_MOST_AIMED_IN_VAIN = 96  # or nothing low enough;
+_KNOWN = 4  # choices to each of these, as most are known where there are few
 _MOST_PIECES = 8_000_000  # of memory in all simulations
 _MOST_BESIDE = 600  # choices beside one
 _MOST_LEVEL = 24  # of these replayed before it goes on from one of them
@@ -55,10 +56,11 @@ def lower_peak(
     best_bytes = now_bytes = simulator.true_peak_bytes(choice)
     replays = min(_MOST_REPLAYS, _MOST_BLOCKS // simulator.num_storages)
     looks = _MOST_PIECES // simulator.num_storages
-    last = replays  # how many were left when the best was found
+    last = replays  # how many were left when the best was found,
+    in_vain = 0  # and the choices of low enough a simulated peak since then
     most_in_vain = _MOST_AIMED_IN_VAIN if enough_bytes else _MOST_IN_VAIN
     while replays > max(0, last - most_in_vain) and looks > 0:
-        if best_bytes <= enough_bytes:
+        if best_bytes <= enough_bytes or in_vain > _KNOWN * most_in_vain:
             break
         moves = list(_moves(curve_of, now, most_ms))
         draws.shuffle(moves)
@@ -69,6 +71,7 @@ def lower_peak(
             if simulator.peak_bytes(other) > best_bytes:
                 continue
             level.append(other)
+            in_vain += 1
             if not replays or len(level) > _MOST_LEVEL:
                 break
             replays -= simulator.takes_replay(other)
@@ -81,7 +84,7 @@ def lower_peak(
             lower = draws.choice(level) if draws.random() < _WANDERS else best
         now, now_bytes = lower, simulator.true_peak_bytes(lower)
         if now_bytes < best_bytes and formulation.keeps_host(now):
-            best, best_bytes, last = now, now_bytes, replays
+            best, best_bytes, last, in_vain = now, now_bytes, replays, 0
     return best
 
 
