@@ -1,8 +1,11 @@
 import pytest
+import torch
 
+import autosac
+from autosac.simulation.simulator import Simulator
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.lowering import lower_peak
-from tests.models import gpt_on_a_gpu
+from tests.models import gpt, gpt_on_a_gpu
 
 
 @pytest.mark.usefixtures("kept_workspaces")
@@ -41,3 +44,22 @@ def test_a_search_for_a_peak_that_is_low_enough_ends_there(monkeypatch):
     assert looked_at[-1] == lower  # nothing after it
     assert all(true_peak_bytes(other) > enough_bytes for other in looked_at[:-2])
     assert lower_peak(simulator, formulation, choice, most_ms, 2**60) == choice
+
+
+@pytest.mark.usefixtures("kept_workspaces")
+def test_a_floor_with_few_choices_near_it_is_found_in_few_simulations(monkeypatch):
+    # Nearly all of them are known after some replays.
+    torch.manual_seed(0)
+    tokens = torch.randint(32, (6, 8))
+    profile = autosac.profile(gpt(), tokens, loss_fn=torch.mean, device="h100")
+    peak_bytes, simulated = Simulator.peak_bytes, []
+
+    def counted(simulator, chosen):
+        simulated.append(chosen)
+        return peak_bytes(simulator, chosen)
+
+    monkeypatch.setattr(Simulator, "peak_bytes", counted)
+
+    autosac.floor(profile)
+
+    assert len(simulated) < 10_000

@@ -241,16 +241,6 @@ class _Compiler:
     far: dict[str, Any]
     plans: list[CompiledPlan] = field(default_factory=list)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Compiler:
-        """That of a copy of the compiled model.
-
-        Dynamo's copies reach backends of models that are gone, too.
-        """
-        model = self.model()
-        if model is None:
-            return self
-        return replace(self, model=weakref.ref(copy.deepcopy(model, memo)), plans=[])
-
     def run(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile a graph. Dynamo would wrap our errors: they are raised by a call."""
         try:

@@ -87,8 +87,8 @@ class Chooser(StepModel):
         lowest = self._lowest.get(options.backend)
         if lowest is not None and self.true_peak_bytes(lowest) > budget_bytes:
             return None, 0.0
-        search = Search(self, budget_bytes, options, start)
-        search.descends = self._usual is not None
+        descends = self._usual is not None
+        search = Search(self, budget_bytes, options, start, descends=descends)
         search.offer(self._incumbents.cheapest(budget_bytes))
         if self._plain is not None:
             search.offer(self._plain.choose(budget_bytes, options)[0])

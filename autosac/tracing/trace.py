@@ -27,7 +27,6 @@ from autosac import (
     _compat_fakes,
     _compat_plain,
 )
-from autosac._compat_distributed import local
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
@@ -70,6 +69,7 @@ from autosac.tracing.steady_state import (
     register_outer,
 )
 from autosac.tracing.step import Step
+from autosac.verification.measuring import storage_bytes
 
 # Of a step that other threads disturb.
 _LEAST_RUNS, _MOST_RUNS = 3, 9
@@ -275,7 +275,7 @@ def _later(
     is alive until it is replaced.
     """
     learned, is_real = step.learned, step.learned.real
-    begun_bytes = _held_bytes(step.model)
+    begun_bytes = storage_bytes(module_tensors(step.model))
     learned.earlier = 1
     try:
         later, _ = _run_on(mode, step, *args, **how)
@@ -385,7 +385,7 @@ def _run_on(
             raise TraceError(explanation(error, recorder.place())) from error
         tape = replace(recorder.tape(), parameters=parameters)
         if step.learned.earlier:
-            step.learned.kept_bytes.append(_held_bytes(model))
+            step.learned.kept_bytes.append(storage_bytes(module_tensors(model)))
         left = recorder.left_alive(model)
         if left and not only_storages:
             warn_of_cycles(recorder, left)
@@ -416,7 +416,7 @@ def _take_earlier_steps(
             model.zero_grad(set_to_none=True)
         for tensor in held_tensors((args, kwargs)):
             tensor.grad = None  # each micro-step gets others
-        learned.kept_bytes.append(_held_bytes(model))
+        learned.kept_bytes.append(storage_bytes(module_tensors(model)))
         learned.made_bytes.append(recorder.nbytes[num_made:])
 
 
@@ -433,13 +433,6 @@ def _one_micro_step(
         accumulate=step.accumulate,
         mark=marker(recorder, model, step),
     )
-
-
-def _held_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the tensors that modules hold, each storage once."""
-    tensors = map(local, (tensor.detach() for tensor in module_tensors(model)))
-    storages = (tensor.untyped_storage() for tensor in tensors)
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _train(

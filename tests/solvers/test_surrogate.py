@@ -37,6 +37,37 @@ def relaxed(problem, rows=None):
     return table, model, outcome.bound / model.scale
 
 
+def test_no_part_of_a_unit_is_chosen_that_breaks_the_budget_alone():
+    # The container frees 10 MiB at position 1, for which its rerun puts 10 MiB on
+    # position 2. A relaxation that took 0.4 of it would need 0.25 of the units inside.
+    def unit(fqn, freed_mib, ms, parent=None, rerun_mib=0):
+        point = sac.Breakpoint(ratio=1.0, freed_bytes=freed_mib * MIB, recompute_ms=ms)
+        working = ((2, (rerun_mib * MIB,)),) if rerun_mib else ()
+        return sac.Unit(
+            fqn=fqn,
+            parent=parent,
+            points=(point,),
+            freed_from=1,
+            freed_until=2,
+            working=working,
+        )
+
+    problem = sac.SacProblem(
+        units=(
+            unit("a", 10, 1.0, rerun_mib=10),
+            *(unit(f"a.{name}", 4, 8.0, parent=0) for name in "bc"),
+        ),
+        base_bytes=(10 * MIB, 20 * MIB, 10 * MIB),
+        budget_bytes=14 * MIB,
+    )
+
+    _, model, relaxed_ms = relaxed(problem)
+
+    assert model is not None
+    assert relaxed_ms == pytest.approx(12.0)  # 1.5 units inside, of which it takes 2
+    assert oracles.least_time(problem) == 16.0
+
+
 @given(
     problem=st.one_of(sac_problems(), layered_problems(), deep_trees()),
     knows_best=st.booleans(),
