@@ -22,12 +22,12 @@ import torch._functorch.config
 from torch import nn
 
 import autosac
+from autosac.storages import storage_bytes
 from autosac.verification.measuring import (
     State,
     capture_state,
     differences,
     measure_peak,
-    storage_bytes,
 )
 from benchmarks.environment import MIB, environment
 from benchmarks.graph_plans import MODELS, make_model

@@ -25,7 +25,8 @@ from torch.nn import functional
 import autosac
 from autosac.errors import AutosacError
 from autosac.step.training_step import training_step
-from autosac.verification.measuring import measure_peak, storage_bytes
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import measure_peak
 from benchmarks import frictions
 from benchmarks.environment import environment
 from benchmarks.models.short import CASES, DRAWN, Functional

@@ -25,12 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 import autosac
 from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import training_step
-from autosac.verification.measuring import (
-    capture_state,
-    differences,
-    measure_peak,
-    storage_bytes,
-)
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import capture_state, differences, measure_peak
 from benchmarks.environment import MIB, environment
 
 RESULT = Path(__file__).parent / "results" / "lengths.md"

@@ -36,7 +36,8 @@ from autosac.cli import demo
 from autosac.errors import InfeasibleBudgetError
 from autosac.planning import make_plan
 from autosac.profiles.profile import Profile, calibrate, profile
-from autosac.verification.measuring import measure_peak, storage_bytes
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import measure_peak
 from benchmarks.environment import MIB, environment
 from benchmarks.rivals import sac_milp
 

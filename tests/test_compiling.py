@@ -8,12 +8,8 @@ from torch import nn
 
 import autosac
 from autosac.pytrees import module_tensors
-from autosac.verification.measuring import (
-    capture_state,
-    differences,
-    measure_peak,
-    storage_bytes,
-)
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import capture_state, differences, measure_peak
 from tests.models import ConvNet, Mlp
 
 pytestmark = pytest.mark.usefixtures("one_thread_throughout", "fresh_compiler")

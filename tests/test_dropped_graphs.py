@@ -10,8 +10,9 @@ import autosac
 from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
 from autosac.step.training_step import training_step
+from autosac.storages import storage_bytes
 from autosac.units.policies import SAVE, SKIP, Policy
-from autosac.verification.measuring import measure_peak, storage_bytes
+from autosac.verification.measuring import measure_peak
 from tests.awkward import ComputesInVain
 from tests.models import WIDTH
 

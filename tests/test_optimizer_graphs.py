@@ -10,12 +10,8 @@ from autosac.graphs.joint_graphs import joint_graph
 from autosac.graphs.optimizer_steps import captured_step
 from autosac.graphs.plans import GraphPlanner
 from autosac.step.optimizer_state import optimizer_tensors
-from autosac.verification.measuring import (
-    capture_state,
-    differences,
-    measure_peak,
-    storage_bytes,
-)
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import capture_state, differences, measure_peak
 from tests.models import ConvNet, gpt, tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread_throughout")

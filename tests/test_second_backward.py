@@ -19,8 +19,8 @@ import autosac
 from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
 from autosac.step.training_step import normalize_inputs
+from autosac.storages import storage_bytes
 from autosac.tracing.collecting import no_collections
-from autosac.verification.measuring import storage_bytes
 from tests.alive import tensors_alive
 from tests.examples import at_most, seeds
 from tests.models import CASES, WIDTH, Case, random_choice, random_policy

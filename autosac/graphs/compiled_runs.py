@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from autosac import _compat_graphs
-from autosac.verification.measuring import measure_peak, storage_bytes
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import measure_peak
 
 
 class Run(NamedTuple):

@@ -26,8 +26,8 @@ from autosac.profiles.mistakes import check_unplanned
 from autosac.pytrees import module_tensors
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
+from autosac.storages import storage_bytes
 from autosac.summaries import Summarized, Summary
-from autosac.verification.measuring import storage_bytes
 
 CompilerBackend = Literal["aot_eager", "inductor"]
 

@@ -41,6 +41,7 @@ from autosac.step.training_step import (
     micro_step,
     training_step,
 )
+from autosac.storages import storage_bytes
 from autosac.tracing import draws, memoized
 from autosac.tracing.beside import keep_gradients, learn_gradients
 from autosac.tracing.collecting import no_collections
@@ -69,7 +70,6 @@ from autosac.tracing.steady_state import (
     register_outer,
 )
 from autosac.tracing.step import Step
-from autosac.verification.measuring import storage_bytes
 
 # Of a step that other threads disturb.
 _LEAST_RUNS, _MOST_RUNS = 3, 9

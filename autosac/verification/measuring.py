@@ -14,11 +14,10 @@ import torch
 from torch.profiler import profile, record_function
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from autosac._compat_distributed import local
 from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.errors import UnsupportedError
-from autosac.quantities import rounded_up
 from autosac.step.training_step import AnyOptimizer
+from autosac.storages import dense_parts, storages_of
 
 T = TypeVar("T")
 State = dict[str, torch.Tensor]
@@ -122,47 +121,9 @@ def _peak_bytes(recording: profile, before: Mapping[int, int]) -> int:
     return peak
 
 
-def storage_bytes(
-    tensors: Iterable[torch.Tensor],
-    *,
-    device: torch.device | str | None = None,
-    granularity_bytes: int = 1,
-) -> int:
-    """Bytes of the distinct storages behind ``tensors``.
-
-    Args:
-        tensors: Views and repeats count once; sparse tensors by their parts,
-            distributed ones by what this rank holds.
-        device: Count only this one, unless None.
-        granularity_bytes: Each storage is rounded up to a multiple of it.
-    """
-    storages = _storages(tensors, device)
-    return sum(rounded_up(s.nbytes(), granularity_bytes) for s in storages)
-
-
 def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Addresses of memory on the CPU -> bytes there; keeps none of it alive."""
-    return {s.data_ptr(): s.nbytes() for s in _storages(tensors, "cpu")}
-
-
-def _storages(
-    tensors: Iterable[torch.Tensor], device: torch.device | str | None
-) -> Iterable[torch.UntypedStorage]:
-    wanted = None if device is None else torch.device(device)
-    storages: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        for part in _dense_parts(tensor):
-            if wanted is None or part.device == wanted:
-                storage = part.untyped_storage()
-                storages[storage._cdata] = storage
-    return storages.values()
-
-
-def _dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    tensor = local(tensor.detach())
-    if tensor.layout is torch.sparse_coo:
-        return (tensor._indices(), tensor._values())
-    return (tensor,)
+    return {s.data_ptr(): s.nbytes() for s in storages_of(tensors, "cpu")}
 
 
 def capture_state(
@@ -192,7 +153,7 @@ def capture_state(
             "cpu", copy=True
         )
         for name, tensor in entries
-        for index, part in enumerate(_dense_parts(tensor))
+        for index, part in enumerate(dense_parts(tensor))
     }
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import autosac
 from autosac.step.training_step import normalize_inputs
-from autosac.verification.measuring import storage_bytes
+from autosac.storages import storage_bytes
 from autosac.verification.verifying import Recipe
 from benchmarks import pytorch_chain
 from benchmarks.comparing.profiles import budget_at

@@ -8,11 +8,8 @@ import autosac
 from autosac.step.batch_signatures import signature_of
 from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import training_step
-from autosac.verification.measuring import (
-    capture_state,
-    measure_peak,
-    storage_bytes,
-)
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import capture_state, measure_peak
 
 WIDTH, ROWS, NUM_TOKENS = 16, 4, 30
 PLANNED = ((24, True), (24, False), (12, True), (6, True))  # length, padded

@@ -8,8 +8,9 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import autosac
 from autosac import Plan
+from autosac.storages import storage_bytes
 from autosac.units.matching import chosen_by
-from autosac.verification.measuring import measure_peak, storage_bytes
+from autosac.verification.measuring import measure_peak
 
 WIDTH, BATCH = 64, 512
 

@@ -4,12 +4,8 @@ import pytest
 import torch
 
 from autosac.step.optimizer_state import optimizer_tensors
-from autosac.verification.measuring import (
-    capture_state,
-    differences,
-    measure_peak,
-    storage_bytes,
-)
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import capture_state, differences, measure_peak
 
 MATRIX_BYTES = 4 * 64 * 64
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autosac import calibrate, floor, plan, profile
-from autosac.verification.measuring import storage_bytes
+from autosac.storages import storage_bytes
 from autosac.verification.verifying import Verification, verify
 
 WIDTH, BATCH = 32, 128
