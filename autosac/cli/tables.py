@@ -28,8 +28,8 @@ _PLAN_FIELDS = (
 _PARALLEL_FIELDS = (
     "mesh_shape", "policy", "budget_bytes", "peak_bytes", "late_bytes", "composition",
     "step_ms", "compute_ms", "recompute_ms", "exposed_forward_ms",
-    "exposed_backward_ms", "bound_ms", "optimality_gap", "cluster", "device",
-    "torch_version", "offloaded_bytes", "exposed_copies_ms",
+    "exposed_backward_ms", "contention_ms", "bound_ms", "optimality_gap", "cluster",
+    "device", "torch_version", "offloaded_bytes", "exposed_copies_ms",
 )  # fmt: skip
 
 _PIPELINE_FIELDS = (

@@ -9,7 +9,8 @@ step waits for of a collective besides its products is
 
 PyTorch does so under `torch.compile` alone, with symmetric memory between GPUs, and for
 products that are right beside a collective, but for copies: what several layers add to
-one gradient is exposed. Not counted: that smaller products are slower.
+one gradient is exposed. Copy engines move the chunks, which takes no multiprocessors
+from products. Not counted: that smaller products are slower.
 
 Source: torch/_inductor/fx_passes/micro_pipeline_tp.py and `_pipelined_*` of
 torch/distributed/_symmetric_memory/__init__.py, torch 2.14.

@@ -3,10 +3,11 @@
 Bandwidths are those that NCCL reaches, in one direction and per GPU: links per GPU,
 from the data sheet of the GPU, times the rate of one link in NCCL's src/graph/topo.h
 (20.0 GB/s on Ampere, 20.6 on Hopper, 40.1 on Blackwell; the data sheets' peaks are 25,
-25 and 50). A GPU's share of the node's network is the line rate of its adapter.
-Latencies are those of NCCL's src/graph/tuning.cc for rings with the SIMPLE protocol,
-which carries large messages. `autosac.calibrate_cluster` replaces them by measured
-ones.
+25 and 50). A GPU's share of the node's network is what NCCL's makers expect of its
+adapter, 12 GB/s for each 100 Gb/s (NVIDIA/nccl-tests, issue 119; issue 290: 46 to 48
+for 400). Latencies are those of NCCL's src/graph/tuning.cc for rings with the SIMPLE
+protocol, which carries large messages. `autosac.calibrate_cluster` replaces them by
+measured ones.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from autosac.solvers.fsdp import collectives
 from autosac.solvers.fsdp.collectives import AffineCost, Collective, Fabric, Group
 
 _GB = 10**9
-_GBIT = _GB / 8
+_GBIT = 0.12 * _GB
 # NCCL src/graph/tuning.cc, ncclTunerConstantsDefaults, ring with SIMPLE, in us:
 # base 8.4; a step over NVLink 3.4, over PCIe 5.7, over the network 14.
 _BASE_MS = 0.0084
 _NVLINK_MS = 0.0034
 _PCIE_MS = 0.0057
 _NETWORK_MS = 0.014
+# NVIDIA/nccl, issue 689: NCCL takes as few multiprocessors as reach a platform's rate,
+# 16 on a DGX with 8 adapters, 2 over PCIe with a single one, and shares none of them
+# with other kernels.
+_NVLINK_MULTIPROCESSORS = 16
+_PCIE_MULTIPROCESSORS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +62,8 @@ class ClusterSpec:
         num_nodes: Nodes.
         fabric: Latency and bandwidth inside a node and between nodes.
         gpus_per_link: GPUs of a node that share one link to their host.
+        collective_multiprocessors: Multiprocessors that a collective's kernel has to
+            itself while it runs, one for each channel.
     """
 
     name: str
@@ -64,8 +72,14 @@ class ClusterSpec:
     num_nodes: int
     fabric: Fabric
     gpus_per_link: int = 1
+    collective_multiprocessors: int = 0
 
     def __post_init__(self) -> None:
+        if self.collective_multiprocessors < 0:
+            raise ValueError(
+                "`collective_multiprocessors` must not be negative, got"
+                f" {self.collective_multiprocessors}."
+            )
         if min(self.gpus_per_node, self.num_nodes, self.gpus_per_link) < 1:
             raise ValueError(
                 "`gpus_per_node`, `num_nodes` and `gpus_per_link` must be at least 1,"
@@ -83,6 +97,14 @@ class ClusterSpec:
         link = self.device.link
         sharing = min(self.gpus_per_link, self.gpus_per_node)
         return None if link is None else link.shared_by(sharing)
+
+    @property
+    def contention(self) -> float:
+        """Share of a GPU that collectives take from the compute beside them."""
+        every = self.device.multiprocessors
+        if not every:  # the CPU, or not known
+            return 0.0
+        return min(1.0, self.collective_multiprocessors / every)
 
     def resized(self, num_gpus: int) -> ClusterSpec:
         """The cluster with another number of GPUs: part of one node, or whole nodes.
@@ -189,6 +211,7 @@ def _nvlink_node(
             inter_bandwidth_bytes_per_s=gbit_per_s * _GBIT,
         ),
         gpus_per_link=gpus_per_link,
+        collective_multiprocessors=_NVLINK_MULTIPROCESSORS,
     )
 
 
@@ -210,6 +233,7 @@ def _pcie_nodes(name: str, *, node_gbit_per_s: float, num_nodes: int) -> Cluster
             intra_bandwidth_bytes_per_s=24.0 * _GB,
             inter_bandwidth_bytes_per_s=node_gbit_per_s * _GBIT / 8,
         ),
+        collective_multiprocessors=_PCIE_MULTIPROCESSORS,
     )
 
 

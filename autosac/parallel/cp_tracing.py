@@ -266,7 +266,9 @@ def _check_exchanged(whole: Tape, part: Tape, context: ContextParallel) -> None:
 
 
 def priced(profile: Profile, context: ContextParallel, cluster: ClusterSpec) -> Profile:
-    """The profile with what is waited for of each collective as its time.
+    """The profile with what each collective adds to its compute as its time.
+
+    That is what is waited for, and by how much the rest slows the compute beside it.
 
     Args:
         profile: The step of a rank.
@@ -279,7 +281,7 @@ def priced(profile: Profile, context: ContextParallel, cluster: ClusterSpec) -> 
     for i in _collectives(profile.tape):
         op_ms[i] = cost.ms(_sent_bytes(ops[i]))
     for i, exposed_ms in waits_ms(ops, op_ms).items():
-        op_ms[i] = exposed_ms
+        op_ms[i] = exposed_ms + cluster.contention * (op_ms[i] - exposed_ms)
     return replace(profile, costs=replace(profile.costs, op_ms=tuple(op_ms)))
 
 

@@ -183,6 +183,7 @@ class ParallelFormulation:
             all_reduce=costs.all_reduce,
             late_copies=self.ranks.late_copies(whole),
             host_bytes=self.setting.host_bytes,
+            contention=cluster.contention,
         )
 
     def sharding(

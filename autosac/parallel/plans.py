@@ -96,7 +96,8 @@ class ParallelPlan(Summarized):
         compute_ms: Predicted compute of a step without recomputation,
         recompute_ms: its recomputation,
         exposed_forward_ms: what forward waits for collectives, played event by event,
-        exposed_backward_ms: and what backward does, its end included.
+        exposed_backward_ms: what backward does, its end included,
+        contention_ms: and by how much collectives slow the compute that hides them.
         milp_ms: Time of the step as the MILP sees it, in which collectives overlap
             slightly differently,
         bound_ms: and proven lower bound on that at this sharding degree, over the
@@ -146,6 +147,7 @@ class ParallelPlan(Summarized):
     exposed_copies_ms: float = 0.0
     offload_dir: str | None = None
     reserved_bytes: int | None = None
+    contention_ms: float = 0.0
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -189,6 +191,7 @@ class ParallelPlan(Summarized):
             + self.recompute_ms
             + self.exposed_forward_ms
             + self.exposed_backward_ms
+            + self.contention_ms
         )
 
     @property
@@ -326,7 +329,9 @@ class ParallelPlan(Summarized):
         """Mesh, budget, peak, time, and the units of both kinds."""
         shape = " x ".join(map(str, self.mesh_shape))
         exposed_ms = self.exposed_forward_ms + self.exposed_backward_ms
-        late = ""
+        late = contention = ""
+        if self.contention_ms:
+            contention = f", {format_ms(self.contention_ms)} contention with the rest"
         if self.late_bytes:
             highest = format_bytes(self.highest_peak_bytes)
             late = f", {highest} if threads of gloo are slow"
@@ -338,7 +343,7 @@ class ParallelPlan(Summarized):
                 "time",
                 f"{format_ms(self.step_ms)} a step: {format_ms(self.compute_ms)}"
                 f" compute, {format_ms(self.recompute_ms)} recomputation,"
-                f" {format_ms(exposed_ms)} exposed communication",
+                f" {format_ms(exposed_ms)} exposed communication" + contention,
             ),
             (
                 "gap",

@@ -154,7 +154,8 @@ class _Race:
         best = self.best
         if best is None or self._is_known_to_be_faster(degree, best):
             return ""
-        least_ms = max(form.compute_ms(degree), form.collectives_ms(spec, degree))
+        parts_ms = form.compute_ms(degree), form.collectives_ms(spec, degree)
+        least_ms = max(parts_ms) + spec.contention * min(parts_ms)
         if best.step.total_ms <= (1 + self.options.relative_gap) * least_ms:
             return f"its step takes {format_ms(least_ms)} at least"
         return ""
@@ -265,6 +266,7 @@ def _as_plan(race: _Race, best: SimulatedChoice) -> ParallelPlan:
         recompute_ms=recompute_ms,
         exposed_forward_ms=best.step.exposed_forward_ms,
         exposed_backward_ms=best.step.exposed_backward_ms,
+        contention_ms=best.step.contention_ms,
         milp_ms=best.milp_ms,
         bound_ms=min(best.bound_ms, best.milp_ms),
         alternatives=tuple(race.others),

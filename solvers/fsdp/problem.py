@@ -106,6 +106,7 @@ class FsdpProblem:
         late_copies: How many of (7) there may be at once.
         host_bytes: Most bytes of a rank in far memory; None for as many as one likes.
         left_out: AC units that a solve does without, so that it ends sooner.
+        contention: Share of the device that a collective takes from compute beside it.
     """
 
     modules: tuple[FsdpModule, ...]
@@ -119,6 +120,7 @@ class FsdpProblem:
     late_copies: int = 0
     host_bytes: int | None = None
     left_out: frozenset[int] = frozenset()
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         _check_lengths(self)
@@ -383,6 +385,7 @@ def schedule(problem: FsdpProblem, choice: FsdpChoice) -> Schedule:
             for (position, begins, unit), stop in zip(events, stops, strict=True)
         ),
         rest_ms=until[root.forward[0]] + until[-1] - until[root.backward[1]] + waits_ms,
+        contention=problem.contention,
     )
 
 

@@ -1,4 +1,4 @@
-"""Time of one step under FSDP2: compute, and the communication that it cannot hide.
+"""Time of one step under FSDP2: compute, and what communication adds to it.
 
 Two answers. `simulate` plays the step event by event, as FSDP2 orders them on its
 streams. `linear` is what a MILP can state: with units numbered in the order in which
@@ -17,6 +17,14 @@ reduce-scatters that are left when its backward ends; and of the all-reduces:
     t_m + sum r_j,   t_m + r_m + sum a_j,   j = m and all units that end after it   (4)
 
 with t_m the compute until m ends and the e of all units begun by then.
+
+What is hidden is not free: kernels of collectives hold multiprocessors, a share s of
+all (`Schedule.contention`), so that beside them compute runs at 1 - s of its speed,
+
+    step = forward + backward + rest + s (all collectives - what is exposed)        (5)
+
+in both answers. To first order in s: compute that is slower hides more, at most s times
+the exposed part, which is left out, as is that collectives slow down, too.
 
 What FSDP2 does, and `simulate` plays (torch/distributed/fsdp/_fully_shard):
 
@@ -109,14 +117,19 @@ class Schedule:
             that of the next one (or to the end), in order.
         backward: Beginnings and ends of their backward, in order.
         rest_ms: Compute after backward: the optimizer step.
+        contention: Share of the device, 0 to 1, that a collective takes from compute
+            beside it.
     """
 
     units: tuple[UnitTimes, ...]
     forward: tuple[tuple[int, float], ...]
     backward: tuple[BackwardEvent, ...]
     rest_ms: float = 0.0
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0.0 <= self.contention <= 1.0:
+            raise ValueError(f"`contention` must be 0 to 1, got {self.contention}.")
         begun, ended = set[int](), set[int]()
         for event in self.backward:
             before = begun - ended if not event.begins else ended | begun
@@ -138,29 +151,28 @@ class StepTime:
         compute_ms: Forward, recomputation, backward and optimizer step.
         exposed_forward_ms: What forward waits for all-gathers.
         exposed_backward_ms: What backward waits for collectives, its end included.
+        contention_ms: By how much collectives slow the compute that hides them.
     """
 
     compute_ms: float
     exposed_forward_ms: float
     exposed_backward_ms: float
+    contention_ms: float
 
     @property
     def total_ms(self) -> float:
         """Time of the whole step."""
-        return self.compute_ms + self.exposed_forward_ms + self.exposed_backward_ms
+        exposed_ms = self.exposed_forward_ms + self.exposed_backward_ms
+        return self.compute_ms + exposed_ms + self.contention_ms
 
 
 def linear(schedule: Schedule) -> StepTime:
-    """Time of a step by formulas (1) to (4)."""
+    """Time of a step by formulas (1) to (5)."""
     units = schedule.units
     gathers = [units[u].gather_ms for u, _ in schedule.forward]
     hidden = [0.0, *(compute for _, compute in schedule.forward)]
     forward = [max(0.0, g - c) for g, c in zip(gathers, hidden, strict=False)]
-    return StepTime(
-        compute_ms=_compute_ms(schedule),
-        exposed_forward_ms=math.fsum(forward),
-        exposed_backward_ms=_linear_backward(schedule),
-    )
+    return _step_time(schedule, math.fsum(forward), _linear_backward(schedule))
 
 
 def simulate(schedule: Schedule, *, shared_channel: bool = True) -> StepTime:
@@ -176,10 +188,27 @@ def simulate(schedule: Schedule, *, shared_channel: bool = True) -> StepTime:
     backward_ms = channels.backward(schedule, forward_ms) - forward_ms
     compute_forward = math.fsum(compute for _, compute in schedule.forward)
     compute_backward = math.fsum(event.compute_ms for event in schedule.backward)
+    return _step_time(
+        schedule,
+        max(0.0, forward_ms - compute_forward),
+        max(0.0, backward_ms - compute_backward),
+    )
+
+
+def _step_time(schedule: Schedule, forward_ms: float, backward_ms: float) -> StepTime:
+    """Formula (5), of what is exposed in forward and in backward."""
+    gathers = [schedule.units[u].gather_ms for u, _ in schedule.forward]
+    others = [
+        own_ms
+        for unit in schedule.units
+        for own_ms in (unit.regather_ms, unit.reduce_ms, unit.all_reduce_ms)
+    ]
+    hidden_ms = math.fsum((*gathers, *others, -forward_ms, -backward_ms))
     return StepTime(
         compute_ms=_compute_ms(schedule),
-        exposed_forward_ms=max(0.0, forward_ms - compute_forward),
-        exposed_backward_ms=max(0.0, backward_ms - compute_backward),
+        exposed_forward_ms=forward_ms,
+        exposed_backward_ms=backward_ms,
+        contention_ms=schedule.contention * max(0.0, hidden_ms),
     )
 
 

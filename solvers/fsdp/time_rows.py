@@ -14,6 +14,9 @@ units that end between two beginnings carried in U:
 
 with r_i those of candidates that end between the beginnings of candidates i and i + 1.
 D may then be negative, and is cut off where no U makes up for it.
+
+By (5) of `step_time`, with s what collectives take from compute beside them, a step
+takes its compute, (1 - s) of what is exposed, and s of all collectives.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class TimedModel(FsdpModel):
         ]
         self._reruns = self._rerun_terms()
         self._add_collectives()
+        self._exposed: Terms = []
         self._forward_waits: list[pulp.LpVariable] = []
         self._waits: dict[int, pulp.LpVariable] = {}  # e of backward, by candidate
         self._add_forward()
@@ -62,6 +66,7 @@ class TimedModel(FsdpModel):
         self._add_tail()
         if not forced:
             self._add_cuts()
+        self._objective += self._communication()
         self.model.setObjective(pulp_models.row(self._objective))
 
     def _rerun_terms(self) -> list[tuple[int, Terms]]:
@@ -136,7 +141,7 @@ class TimedModel(FsdpModel):
         sites, order = self._sites, self._sites.forward_order
         end = sites.begins[0]
         segments = sites.segments([sites.starts[m] for m in order], end)
-        self._objective += self._gathers[order[0]]
+        self._exposed += self._gathers[order[0]]
         left: pulp.LpVariable | None = None  # D of the candidate after
         most_left = 0.0
         for k in reversed(range(len(order) - 1)):
@@ -158,7 +163,7 @@ class TimedModel(FsdpModel):
             self.model += pulp_models.row(terms) >= -most
             self._forward_waits.append(wait)
             left, most_left = here, most
-        self._objective += [(wait, 1.0) for wait in self._forward_waits]
+        self._exposed += [(wait, 1.0) for wait in self._forward_waits]
 
     def _add_backward(self) -> None:
         sites, order = self._sites, self._sites.backward_order
@@ -207,7 +212,7 @@ class TimedModel(FsdpModel):
         if load is not None:
             terms.append((load, -1.0))
         self.model += pulp_models.row(terms) >= -most
-        self._objective.append((wait, 1.0))
+        self._exposed.append((wait, 1.0))
         self._waits[unit] = wait
 
     def _loads(
@@ -265,7 +270,7 @@ class TimedModel(FsdpModel):
                     continue
                 if tail is None:
                     tail = self.model.add_variable("tail", 0)
-                    self._objective.append((tail, 1.0))
+                    self._exposed.append((tail, 1.0))
                 row = [(tail, 1.0), *((v, -c) for v, c in terms)]
                 row += self._rerun_within(sites.ends[unit], stop)
                 row += [
@@ -274,6 +279,18 @@ class TimedModel(FsdpModel):
                     if sites.begins[begun] >= sites.ends[unit]
                 ]
                 self.model += pulp_models.row(row) >= -hidden
+
+    def _communication(self) -> Terms:
+        """What collectives add to the compute, by (5) of `step_time`."""
+        share = self._problem.contention
+        if not share:
+            return self._exposed
+        kinds = (self._gathers, self._regathers, self._reduces, self._totals)
+        every = [term for kind in kinds for terms in kind for term in terms]
+        return [
+            *((v, c * (1.0 - share)) for v, c in self._exposed),
+            *((v, c * share) for v, c in every),
+        ]
 
     def _add_cuts(self) -> None:
         """Forward and backward as a whole take no less than their collectives.

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +23,15 @@ def test_gpus_that_share_a_link_to_their_host_have_a_part_of_it_each():
     whole = [device_spec(name).link.out_bytes_per_s for name in ("a100", "h100")]
 
     assert rates == [whole[0] / 2, whole[0], whole[1]]
+
+
+def test_collectives_take_multiprocessors_from_compute_on_gpus_alone():
+    cluster = cluster_spec("hgx-h100")
+
+    assert cluster.contention == 16 / 132  # whitepaper of the H100
+    assert replace(cluster, device=device_spec("cpu")).contention == 0.0
+    with pytest.raises(ValueError, match=r"`collective_multiprocessors`.*-1"):
+        replace(cluster, collective_multiprocessors=-1)
 
 
 def test_names_the_known_clusters_when_asked_for_another():

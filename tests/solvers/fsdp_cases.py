@@ -98,6 +98,7 @@ def fsdp_problems(draw, *, most=5, kinds=False, replicas=False):
         all_reduce=draw(cost if replicas else free),
         late_copies=draw(st.sampled_from([0, 2])),
         host_bytes=draw(st.sampled_from([None, 0, MIB])),
+        contention=draw(st.sampled_from([0.0, 0.0, 0.25, 0.5])),
     )
 
 

@@ -1,6 +1,7 @@
 """The event simulation by hand, and the linear form against it."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -120,6 +121,54 @@ def test_backward_by_hand():
     # 6-11 beside unit 2's reduce 6-8. Then reduces of 4 and of 1: 16.
     assert simulate(schedule).total_ms == 16.0
     assert linear(schedule).total_ms == 16.0
+
+
+def test_hidden_collectives_slow_compute_by_hand():
+    units = [_unit(gather=1.0), _unit(gather=4.0, regather=4.0, reduce=2.0)]
+    backward = [("(", 0, 8.0), ("(", 1, 6.0), (")", 1, 0.0), (")", 0, 0.0)]
+    schedule = _schedule(units, [(0, 8.0), (1, 3.0)], backward, rest_ms=2.0)
+
+    # The root's 8 ms of compute hide the other unit's gathers of 4, in forward and in
+    # backward; its own 1 ms and the reduction's 2 are exposed.
+    for time in (linear, simulate):
+        assert time(schedule).total_ms == 27.0 + 1.0 + 2.0
+        slowed = time(replace(schedule, contention=0.25))
+        assert slowed.contention_ms == 0.25 * (4.0 + 4.0)
+        assert slowed.total_ms == time(schedule).total_ms + 2.0
+
+
+@given(
+    pairs=st.lists(st.tuples(times, times), min_size=1, max_size=6),
+    contention=st.sampled_from([0.125, 0.5, 1.0]),
+)
+def test_compute_beside_collectives_gets_what_these_leave_of_the_device(
+    pairs, contention
+):
+    # The root has no parameters; (c, g): its compute, and the next unit's gather beside
+    # it. In g, (1 - contention) g of the compute are done, and the rest behind it.
+    units = [_unit(), *(_unit(gather=gather) for _, gather in pairs)]
+    played = [
+        *((k, compute) for k, (compute, _) in enumerate(pairs)),
+        (len(pairs), 0.0),
+    ]
+    schedule = replace(_schedule(units, played, []), contention=contention)
+    true_ms = sum(max(compute + contention * g, g) for compute, g in pairs)
+    error_ms = contention * sum(compute for compute, g in pairs if compute < g)
+
+    assert true_ms <= linear(schedule).total_ms <= true_ms + error_ms
+
+
+@given(schedule=chains(), contention=st.sampled_from([0.0, 0.5, 1.0]))
+def test_what_is_exposed_takes_nothing_from_compute(schedule, contention):
+    slowed = simulate(replace(schedule, contention=contention))
+    plain = simulate(schedule)
+    units = schedule.units
+    gathers = sum(units[u].gather_ms for u, _ in schedule.forward)
+    every = gathers + sum(u.regather_ms + u.reduce_ms for u in units)
+    exposed = plain.exposed_forward_ms + plain.exposed_backward_ms
+
+    assert plain.contention_ms == 0.0
+    assert slowed.total_ms == plain.total_ms + contention * (every - exposed)
 
 
 def test_replicas_add_their_all_reduces_at_the_end():
