@@ -289,6 +289,24 @@ def test_more_memory_never_takes_longer(problem, more):
 
 
 @few
+@given(
+    problem=fsdp_problems(most=4, replicas=True),
+    contention=st.sampled_from([0.0, 0.5, 1.0]),
+)
+def test_faster_links_or_less_contention_never_take_longer(problem, contention):
+    def faster(cost):
+        return replace(cost, ms_per_byte=cost.ms_per_byte / 2)
+
+    names = ("gather", "reduce", "all_reduce")
+    slow = solve(replace(problem, contention=contention))
+    links = {name: faster(getattr(problem, name)) for name in names}
+    for others in (links, {"contention": 0.0}):
+        fast = solve(replace(problem, **{"contention": contention, **others}))
+        if slow.objective_ms is not None:
+            assert fast.objective_ms <= slow.objective_ms
+
+
+@few
 @given(problem=fsdp_problems(), data=st.data())
 def test_no_choice_is_below_the_lower_bound(problem, data):
     least_ms, _ = _best(problem)
