@@ -7,7 +7,7 @@ A cell is a model, a number of GPUs, millions of tokens of a step, and ``cp`` if
 may have parts of sequences, too. Each is planned in a process of its own, whose CPU
 seconds and memory count from the model on. What does not fit says a budget that is
 enough. With ``--in-parts`` other cells are planned, with parts of sequences and
-without, for a table of their own.
+without, for a table of their own. Rows of cells that are not run stay in it.
 """
 
 from __future__ import annotations
@@ -134,16 +134,31 @@ def main() -> None:
         row = planned(name, int(num_gpus), int(millions), in_parts=bool(more))
         print(json.dumps(row))
         return
-    lines = _heading()
     cells = IN_PARTS if options.in_parts else CELLS
     path = options.output / f"pipeline_meshes{'_cp' * options.in_parts}.md"
+    rows = dict.fromkeys(cells, "") | _kept(path)
     for cell in options.cells or cells:
         command = [sys.executable, "-m", "benchmarks.pipeline_meshes", "--one", cell]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
-        line = _line(cell, json.loads(done.stdout.splitlines()[-1]))
-        print(line, flush=True)
-        lines.append(line)
+        rows[cell] = _line(cell, json.loads(done.stdout.splitlines()[-1]))
+        print(rows[cell], flush=True)
+        lines = [*_heading(), *filter(None, rows.values())]
         path.write_text("\n".join(lines) + "\n")
+
+
+def _kept(path: Path) -> dict[str, str]:
+    """Rows of a table that is there already, by cell."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    rows = {}
+    for line in lines:
+        name, num_gpus, millions, *_ = line.strip("| ").split(" | ") + [""] * 2
+        if millions.endswith(" M"):
+            name, _, parts = name.partition(", ")
+            cell = (
+                f"{name}:{num_gpus}:{millions.removesuffix(' M')}{':cp' * bool(parts)}"
+            )
+            rows[cell] = line
+    return rows
 
 
 def _line(cell: str, row: dict[str, Any]) -> str:
