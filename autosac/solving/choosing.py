@@ -89,7 +89,8 @@ class Chooser(StepModel):
             return None, 0.0
         descends = self._usual is not None
         search = Search(self, budget_bytes, options, start, descends=descends)
-        search.offer(self._incumbents.cheapest(budget_bytes))
+        known = self._incumbents.cheapest(budget_bytes)
+        search.offer(known)
         if self._plain is not None:
             search.offer(self._plain.choose(budget_bytes, options)[0])
         if self._moved is not None:
@@ -99,6 +100,9 @@ class Chooser(StepModel):
         elif self._formulation.units:
             search.run()
             self._close_wide_gap(search)
+        if known is not None and search.choice is known:
+            # Nothing is cheaper by more than the gap; by less, it may be.
+            search.offer(self.spend(known, budget_bytes))
         if self._moved is not None and search.choice and not search.is_settled():
             for cheaper in self._moved.alike:
                 search.offer(self.relink(search.choice, cheaper, budget_bytes))
