@@ -291,6 +291,22 @@ def test_a_search_in_the_blocks_of_a_plan_finds_a_cheaper_one_that_fits():
         assert search.bound_ms == 0.0  # other blocks prove nothing
 
 
+def test_a_rule_of_thumb_that_no_solve_beats_uses_what_it_leaves(monkeypatch):
+    monkeypatch.setattr(Search, "run", lambda _: None)  # a solve that finds nothing
+    profile = _profile("small gpt", "cpu")
+    budget = _budgets(profile)[4]
+    able = [
+        recompute_ms(rule)
+        for rule in profile.rules.some(10**6)
+        if profile.peak_bytes(rule) <= budget
+    ]
+
+    choice, _ = profile.chooser.choose(budget, SolveOptions())
+
+    assert profile.peak_bytes(choice) <= budget
+    assert 0.0 < recompute_ms(choice) < 0.95 * min(able)
+
+
 def test_a_mixture_becomes_the_fastest_known_point_that_frees_as_much():
     step = _profile("wide gpt", "h100 bf16").traced()
     finer_than_the_milp = 0
