@@ -27,6 +27,7 @@ _OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one,
 _OWN_WORK = MOST_WORK // 4  # and the work of all of them
 _OWN_MENDS = 6
 _WIDE_GAP = 0.05  # that is worth some seconds
+_PROVEN = 1 / 32  # of the gap asked for: closer to the bound nothing is to be gained
 _NEAR_FLOOR = 2**-7  # of the least peak
 _MANY_POINTS = 5000  # of a step with offload, whose least peak is then proven to
 _LARGE_FLOOR_GAP = 2**-10  # of it
@@ -100,9 +101,10 @@ class Chooser(StepModel):
         elif self._formulation.units:
             search.run()
             self._close_wide_gap(search)
-        if known is not None and search.choice is known:
-            # Nothing is cheaper by more than the gap; by less, it may be.
-            search.offer(self.spend(known, budget_bytes))
+            is_proven = search.is_within(_PROVEN * options.relative_gap)
+            if known and search.choice is known and not is_proven:
+                # Nothing is cheaper by more than the gap; by less, something may be.
+                search.offer(self.spend(known, budget_bytes))
         if self._moved is not None and search.choice and not search.is_settled():
             for cheaper in self._moved.alike:
                 search.offer(self.relink(search.choice, cheaper, budget_bytes))
