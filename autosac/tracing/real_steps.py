@@ -185,6 +185,10 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
     except AutosacError:
         raise
     except Exception as error:  # whatever a forward pass raises
+        if isinstance(follower.stopped_by, _NeedsMore):
+            raise follower.stopped_by from None
+        if follower.stopped_by is not None:
+            return follower.departure
         place = place_of(follower.fqns[follower.failed_in], follower.phase)
         if follower.running:
             place = f"{follower.running} of {place}"
@@ -225,6 +229,8 @@ class _Follower(_compat.PlainDispatchMode):
         fqns: FQN of every module.
         failed_in: Index of the innermost module that raised an exception.
         running: Name of the op that runs; of the last one if that failed.
+        stopped_by: What this has raised to end the step. TorchScript's interpreter
+            makes a `RuntimeError` of it.
     """
 
     def __init__(self, expected: list[str]) -> None:
@@ -239,6 +245,7 @@ class _Follower(_compat.PlainDispatchMode):
         self.stack = [0]
         self.failed_in = 0
         self.running = ""
+        self.stopped_by: BaseException | None = None
 
     def probe(self, model: torch.nn.Module) -> None:
         """Learn from a model which of its modules runs."""
@@ -278,7 +285,8 @@ class _Follower(_compat.PlainDispatchMode):
         self.place += 1
         for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
             if tensor.untyped_storage()._cdata in self.shared:
-                raise _NeedsMore
+                self.stopped_by = _NeedsMore()
+                raise self.stopped_by
         self.running = name
         out = func(*args, **kwargs)
         self.running = ""
@@ -291,7 +299,8 @@ class _Follower(_compat.PlainDispatchMode):
             expected=[*self.expected, None][self.place],
             source=source_lines.running(self.phase),
         )
-        raise _Departed
+        self.stopped_by = _Departed()
+        raise self.stopped_by
 
 
 def is_mark(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import warnings
 
 import pytest
 import torch
@@ -372,6 +373,21 @@ def test_a_step_that_does_something_else_is_traced_for_real():
     assert corrected.step.learned.real
     assert traced_ops(corrected.tape) == real_ops(corrected.step)
     assert plan(corrected, memory_budget=floor(corrected)).dry_run
+
+
+def turned(y: torch.Tensor) -> torch.Tensor:
+    rotated = torch.cat((-y[..., 1::2], y[..., ::2]), -1)
+    return y + rotated * y
+
+
+def test_a_scripted_function_whose_ops_depart_does_not_look_like_a_failure():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        function = torch.jit.script(turned)
+    model, x = Around(lambda y: function(y)), torch.randn(ROWS, STEPS, WIDTH)
+    traced = profile(model, x, loss_fn=mean_square)
+
+    assert first_departure(traced.step, traced.tape) is not None
 
 
 def test_a_step_that_ends_early_or_late_departs():
