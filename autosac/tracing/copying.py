@@ -122,7 +122,7 @@ def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any
         return copy.deepcopy(original, memo)
     except torch.OutOfMemoryError:
         raise
-    except (TypeError, RuntimeError, AttributeError) as error:
+    except Exception as error:  # as TorchScript's functions raise `PickleError`
         raise TraceError(
             f"The {what} cannot be copied for tracing: copy.deepcopy says {error}."
             f" {advice}"

@@ -384,7 +384,10 @@ def test_a_scripted_function_whose_ops_depart_does_not_look_like_a_failure():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         function = torch.jit.script(turned)
-    model, x = Around(lambda y: function(y)), torch.randn(ROWS, STEPS, WIDTH)
+    x = torch.randn(ROWS, STEPS, WIDTH)
+    with pytest.raises(TraceError, match="model cannot be copied for tracing: .*Make"):
+        profile(Around(function), x)
+    model = Around(lambda y: function(y))
     traced = profile(model, x, loss_fn=mean_square)
 
     assert first_departure(traced.step, traced.tape) is not None
