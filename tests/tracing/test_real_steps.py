@@ -385,7 +385,7 @@ def test_a_scripted_function_whose_ops_depart_does_not_look_like_a_failure():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
         function = torch.jit.script(turned)
     x = torch.randn(ROWS, STEPS, WIDTH)
-    with pytest.raises(TraceError, match="model cannot be copied for tracing: .*Make"):
+    with pytest.raises(TraceError, match="model cannot be copied for tracing"):
         profile(Around(function), x)
     model = Around(lambda y: function(y))
     traced = profile(model, x, loss_fn=mean_square)
