@@ -146,7 +146,8 @@ class Search(RowSearch):
         self._gap = wanted * _POLISHED
         self._most_work = min(most_work, self.work + _POLISHING_WORK)
         if self._mix(budget_bytes, math.inf):
-            self._mix(budget_bytes, _TOLERANCES[-1])
+            # Coarse ones: segments for so small a gap are too many.
+            self._mix(budget_bytes, _TOLERANCES[0] / _POLISHED)
         self._gap, self._most_work = wanted, most_work
 
     def relax(self, budget_bytes: int) -> Termination:
