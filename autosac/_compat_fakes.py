@@ -42,12 +42,17 @@ def fake_mode(*, plain: bool = False) -> FakeTensorMode:
 
 
 def has_layout_only(mode: Any, tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a fake one of a mode, strided and without known values."""
+    """Whether a tensor is a fake one of a mode, strided and without known values.
+
+    Nor is it read as conjugate or negative of what its memory has: no layout tells that.
+    """
     return (
         type(tensor) is FakeTensor
         and tensor.fake_mode is mode
         and tensor.constant is None
         and tensor.layout is torch.strided
+        and not tensor.is_conj()
+        and not tensor.is_neg()
     )
 
 
@@ -85,15 +90,36 @@ def new_fake(
     *,
     base: torch.Tensor | None = None,
     offset: int = 0,
+    is_conj: bool = False,
+    is_neg: bool = False,
 ) -> torch.Tensor:
-    """A fake tensor with memory of its own, or in that of another one."""
+    """A fake tensor with memory of its own, or in that of another one.
+
+    Args:
+        mode: Its mode.
+        size: Its shape,
+        stride: strides,
+        dtype: type,
+        device: and device.
+        base: Whose memory it is in.
+        offset: Where in it.
+        is_conj: It is a conjugate view of it,
+        is_neg: or a negative one.
+    """
     with no_dispatch():
         if base is None:
             meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
         else:
             meta = torch.empty(0, dtype=dtype, device=_META)
             meta.set_(base.untyped_storage(), offset, size, stride)
+        meta = _read_as(meta, is_conj, is_neg)
     return as_fake(mode, meta, device)
+
+
+def _read_as(meta: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    """A tensor, or its conjugate or negative view."""
+    meta = meta.conj() if is_conj else meta
+    return torch._neg_view(meta) if is_neg else meta
 
 
 def by_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -123,7 +149,8 @@ def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, FakeTensor):
         return meta.new_empty_strided(tensor.shape, tensor.stride())
     layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
-    return meta.set_(tensor.untyped_storage(), *layout)
+    meta.set_(tensor.untyped_storage(), *layout)
+    return _read_as(meta, tensor.is_conj(), tensor.is_neg())
 
 
 def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -175,7 +202,7 @@ def is_plain_fake(value: Any) -> bool:
 
 def detached(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()` below all modes; for a fake tensor without its dispatch."""
-    if not has_layout_only(mode, tensor) or tensor.is_complex() or tensor.is_neg():
+    if not has_layout_only(mode, tensor) or tensor.is_complex():
         with no_modes():
             return tensor.detach()
     layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)

@@ -241,6 +241,48 @@ class Infers(Block):
         return super().forward(x) * scale.clone()
 
 
+class Conjugates(nn.Module):
+    """Products with conjugate and negative views, which some kernels copy first."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) / 8)
+        self.down = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        z = torch.complex(x, x.flip(-1)) @ self.mix
+        square = (z * z.conj()).real.sqrt()
+        return self.down(square + z.imag + torch.view_as_real(z)[..., 0])
+
+
+class Counts(Block):
+    """Takes more in an op the fewer distinct values there are."""
+
+    def forward(self, x):
+        hidden = self.up(x)
+        kinds = torch.unique(hidden.detach().round())
+        return x + self.down(functional.gelu(hidden) + kinds.sum())
+
+
+class CallsSkeleton(nn.Module):
+    """Gives weights to a module without memory, as ensembles by `torch.func` do."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = [Block() for _ in range(2)]
+        stacked, _ = torch.func.stack_module_state(blocks)
+        self.weights = nn.ParameterList(stacked.values())
+        self.names, self.skeleton = list(stacked), [copy.deepcopy(blocks[0]).to("meta")]
+
+    def forward(self, x):
+        weights = dict(zip(self.names, self.weights, strict=True))
+
+        def call(weights):
+            return torch.func.functional_call(self.skeleton[0], weights, (x,))
+
+        return torch.vmap(call)(weights).mean(0)
+
+
 class Folds(Block):
     """`fold` keeps the memory of its input."""
 
@@ -342,6 +384,7 @@ HABITS = (
     *(KeepsPlainTensors, ReplacesCache, GrowsBuffer, FakesQuantization, FillsQueue),
     *(Checkpointed, MarksDirty, KeepsGradient),
     *(Vectorized, Infers, Folds, Picks, Parametrized, CopiesPart),
+    *(Conjugates, Counts, CallsSkeleton),
 )
 
 

@@ -1,7 +1,7 @@
 """Measurements of ops on disk, so that each is made once on a device.
 
 There is one JSON file for each device in each state that changes what ops cost:
-    {"format": 5, "environment": {...}, "ops": {TEXT OF SIGNATURE: [ms, bytes, bytes
+    {"format": 6, "environment": {...}, "ops": {TEXT OF SIGNATURE: [ms, bytes, bytes
     kept, spread]}}
 A file that is missing, damaged or not writable costs time and one warning, no more.
 """
@@ -28,7 +28,7 @@ from autosac.costs.timing import OpMeasurement
 from autosac.step.op_signatures import Layout, Signature
 from autosac.whole_files import write_whole
 
-_FORMAT_VERSION = 5  # rises when the way of measuring changes
+_FORMAT_VERSION = 6  # rises when the way of measuring changes
 _NAMESPACES = ("aten.", "prims.")  # PyTorch's own: others change with no new version
 _PLAIN = (bool, int, float, complex, str, type(None))
 _NAMED = (torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -59,7 +59,8 @@ def text_of(signature: Signature) -> str | None:
 def _text(value: Any) -> str:
     if isinstance(value, Layout):
         size, stride = (",".join(map(str, item)) for item in (value.size, value.stride))
-        return f"{str(value.dtype)[6:]}[{size}]{{{stride}}}"
+        views = "*" * value.is_conj + "-" * value.is_neg
+        return f"{str(value.dtype)[6:]}[{size}]{{{stride}}}{views}"
     if isinstance(value, tuple):
         return f"({', '.join(map(_text, value))})"
     if type(value) in _PLAIN:

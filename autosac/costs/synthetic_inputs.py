@@ -82,7 +82,9 @@ def _thaw(value: Any, device: torch.device) -> Any:
         flat = torch.ones(reach, dtype=value.dtype, device=device)
     else:
         flat = torch.zeros(reach, dtype=value.dtype, device=device)
-    return flat.as_strided(value.size, value.stride)
+    tensor = flat.as_strided(value.size, value.stride)
+    tensor = tensor.conj() if value.is_conj else tensor
+    return torch._neg_view(tensor) if value.is_neg else tensor
 
 
 def _random(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -199,6 +201,15 @@ def _onednn_rnn(args: list[Any]) -> None:
     args[-1] = results[3].detach()
 
 
+def _equal_elements(args: list[Any]) -> None:
+    """As few distinct elements as there may be.
+
+    Room for as many as there are elements is made, and what is not used given back:
+    the fewer come out, the more of it was workspace.
+    """
+    args[0].zero_()
+
+
 def _host_seeds(args: list[Any]) -> None:
     """Seed and offset of dropout, which the kernel reads on the host.
 
@@ -257,6 +268,11 @@ _FITTED: dict[str, Callable[[list[Any]], None]] = {
     "aten._embedding_bag_forward_only": _offsets,
     "aten._embedding_bag_dense_backward": _bags,
     "aten._grouped_mm": _group_ends,
+    "aten._unique": _equal_elements,
+    "aten._unique2": _equal_elements,
+    "aten.unique_consecutive": _equal_elements,
+    "aten.unique_dim": _equal_elements,
+    "aten.unique_dim_consecutive": _equal_elements,
     "aten.masked_scatter": _fit_source,
     "aten.linalg_lu_solve": _pivots,
     "aten.masked_scatter_backward": _fit_sizes,

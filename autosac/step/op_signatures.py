@@ -11,11 +11,21 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A tensor argument of an op's signature."""
+    """A tensor argument of an op's signature.
+
+    Attributes:
+        size: Its shape.
+        stride: Its strides, in elements.
+        dtype: Its type.
+        is_conj: It is a conjugate view, which some kernels copy first.
+        is_neg: Likewise a negative view.
+    """
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    is_conj: bool = False
+    is_neg: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +88,13 @@ def signature(func: Any, args: Any, kwargs: Any) -> Signature:
 
 def _freeze(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return Layout(tuple(value.shape), value.stride(), value.dtype)
+        return Layout(
+            tuple(value.shape),
+            value.stride(),
+            value.dtype,
+            value.is_conj(),
+            value.is_neg(),
+        )
     if isinstance(value, (list, tuple)):
         return tuple(_freeze(item) for item in value)
     return value if isinstance(value, Hashable) else str(value)

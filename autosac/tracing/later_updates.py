@@ -22,6 +22,7 @@ from autosac.errors import UnsupportedError
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
+from autosac.step.optimizer_state import optimizer_tensors
 from autosac.step.training_step import AnyOptimizer
 from autosac.tracing.account import Account
 from autosac.tracing.far_states import put_away
@@ -156,7 +157,7 @@ def _other_gradients(optimizer: AnyOptimizer) -> Iterator[None]:
     """Inside, parameters have gradients of an earlier step, which it may keep.
 
     Afterwards they have those back that they had, and the memory, should the step
-    replace it.
+    replace it. What the optimizer keeps in the new memory is in theirs then.
     """
     before = [
         (parameter, parameter.grad, parameter.data)
@@ -166,10 +167,28 @@ def _other_gradients(optimizer: AnyOptimizer) -> Iterator[None]:
     for parameter, gradient, _ in before:
         parameter.grad = None if gradient is None else gradient.clone()
     yield
+    replaced: dict[Any, torch.Tensor] = {}
     for parameter, gradient, data in before:
         parameter.grad = gradient
         if _address(parameter) != _address(data):
+            replaced[_address(parameter)] = data
             parameter.data = data
+    if replaced:
+        _share_again(optimizer, replaced)
+
+
+def _share_again(optimizer: AnyOptimizer, replaced: dict[Any, torch.Tensor]) -> None:
+    """Let an optimizer's state lie in the memory of parameters as it did before.
+
+    Args:
+        optimizer: Keeps what it has made the memory of parameters, as SAM does with
+            the weights from which it stepped aside.
+        replaced: Address of such memory -> what the parameter has instead.
+    """
+    for kept in optimizer_tensors(optimizer):
+        data = replaced.get(_address(kept))
+        if data is not None and data.shape == kept.shape:
+            kept.data = data
 
 
 def _address(tensor: torch.Tensor) -> Any:

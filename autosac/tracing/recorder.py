@@ -442,7 +442,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
             holder.twin = partial(twin, self.copies.keep(tensor, storage))
         else:
             layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
-            holder.twin = partial(_compat_fakes.new_fake, mode, *layout)
+            views = {"is_conj": tensor.is_conj(), "is_neg": tensor.is_neg()}
+            holder.twin = partial(_compat_fakes.new_fake, mode, *layout, **views)
         return holder
 
     def _unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,16 @@ class ReplacesMemory(EveryParameter):
         parameter.data = parameter.data - RATE * parameter.grad
 
 
+class StepsBack(EveryParameter):
+    """Keeps the weights, steps aside, and takes what it kept as weights: SAM."""
+
+    def update(self, parameter, state, every, is_due):
+        state["old"] = parameter.data.clone()
+        parameter.add_(parameter.grad)
+        parameter.data = state["old"]
+        parameter.sub_(parameter.grad, alpha=RATE)
+
+
 class DropsGradients(EveryParameter):
     """Takes most in its own step, with gradients that it drops."""
 
@@ -127,7 +137,7 @@ def loss_fn(output):
     "make_optimizer",
     [
         *(KeepsLast, KeepsGradients, CopiesLate, TakesMoreSometimes),
-        *(ReplacesMemory, DropsGradients, averaged, in_backward),
+        *(ReplacesMemory, StepsBack, DropsGradients, averaged, in_backward),
     ],
 )
 def test_the_highest_of_the_first_steps_peaks_as_planned(make_optimizer):
