@@ -110,6 +110,12 @@ def inference_planned():
         plan(mlp())
 
 
+class WantsClosure(torch.optim.SGD):
+    def step(self, closure=None):
+        if closure is None:
+            raise ValueError("it wants a closure")
+
+
 MISTAKES = {
     # --- the optimizer
     "of another model": (
@@ -126,6 +132,22 @@ MISTAKES = {
     "of no parameters": (
         lambda: plan(mlp(), optimizer=3),
         "`optimizer`=3 must be an optimizer of torch.optim, its class or name",
+    ),
+    "two of them": (
+        lambda: plan(
+            model := mlp(), optimizer=[torch.optim.SGD(model.parameters())] * 2
+        ),
+        "`optimizer`=<list> must be .* Of several make one",
+    ),
+    "one that wants a closure": (
+        lambda: plan(model := mlp(), optimizer=WantsClosure(model.parameters())),
+        "says it wants a closure. .* pass the optimizer that it is built on",
+    ),
+    "verify with two of them": (
+        lambda: autosac.verify(
+            tiny_plan(), mlp, lambda: X, loss_fn=loss, make_optimizer=lambda model: []
+        ),
+        "got <function> that returns <list>. Of several make one",
     ),
     "an unknown name": (
         lambda: plan(mlp(), optimizer="adamx"),

@@ -240,10 +240,23 @@ def read_optimizer(optimizer: Any, model: torch.nn.Module) -> Any:
         _check_trained(optimizer, model)
     elif optimizer is not None and not callable(optimizer):
         raise ArgumentError(
-            f"`optimizer`={optimizer!r} must be an optimizer of torch.optim, its class"
-            " or name, or a function of the model's parameters."
+            f"`optimizer`={short(optimizer)} must be an optimizer of torch.optim, its"
+            f" class or name, or a function of the model's parameters.{SEVERAL}"
         )
     return optimizer
+
+
+SEVERAL = (
+    " Of several make one: a subclass of torch.optim.Optimizer with all their"
+    " `param_groups`, whose `step` calls theirs."
+)
+
+
+def short(value: Any) -> str:
+    """A number or a word as it is written; of anything else the type."""
+    if value is None or isinstance(value, (bool, int, float, str, type)):
+        return repr(value)
+    return f"<{type(value).__name__}>"
 
 
 def optimizer_name(optimizer: Any) -> str:
@@ -294,10 +307,12 @@ def optimizer_for(make_optimizer: Any, model: torch.nn.Module) -> AnyOptimizer |
                 " `lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3)`."
             ) from error
     if not isinstance(built, (torch.optim.Optimizer, OptimizerInBackward)):
+        built_what = f" that returns {short(built)}" if callable(make_optimizer) else ""
         raise ArgumentError(
             "`make_optimizer` must be a class of torch.optim or a function that builds"
             " the optimizer of a model, as in `lambda model:"
-            f" torch.optim.AdamW(model.parameters())`; got {make_optimizer!r}."
+            f" torch.optim.AdamW(model.parameters())`; got"
+            f" {short(make_optimizer)}{built_what}.{SEVERAL}"
         )
     _check_trained(built, model)
     return built

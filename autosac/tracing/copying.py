@@ -14,14 +14,20 @@ from torch.utils._pytree import tree_map
 
 from autosac import _compat_autograd, _compat_fakes, _compat_plain
 from autosac._compat_distributed import unwrapped
-from autosac.errors import ArgumentError, TraceError
+from autosac.errors import ArgumentError, AutosacError, TraceError
 from autosac.fake_tensors.values import keeps_values
 from autosac.pytrees import module_tensors
+from autosac.step.arguments import SEVERAL, short
 from autosac.step.training_step import OptimizerInBackward
 from autosac.tracing.closures import own_functions
 from autosac.tracing.step import Step
 
 _COPIED = frozenset({"defaults", "state", "param_groups"})  # by optimizers themselves
+_OF_MODULES = frozenset({"_parameters", "_buffers", "_modules"})
+_GIVE_A_COPY = (
+    "Give its class a `__deepcopy__` that returns a copy or itself, or keep it outside"
+    " of the model."
+)
 _BUILT_ANEW = (
     "Make it copyable, or pass a function that builds it, as"
     " `optimizer=lambda parameters: torch.optim.AdamW(parameters)`."
@@ -90,7 +96,7 @@ def copied(
     _check_slots(step.model)
     inputs = (step.args, step.kwargs)
     with copies:
-        model = _copy_of("model", step.model, memo, "Make it copyable.")
+        model = _copy_of("model", step.model, memo, _GIVE_A_COPY)
         advice = _advice_on_wrapper(step.optimizer) or _BUILT_ANEW
         optimizer = _copy_of("optimizer", step.optimizer, memo, advice)
         args, kwargs = _copy_of("inputs", inputs, memo, "Make them copyable.")
@@ -120,13 +126,31 @@ def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any
     """A deep copy of a part of the step, or one sentence that names the part."""
     try:
         return copy.deepcopy(original, memo)
-    except torch.OutOfMemoryError:
+    except (AutosacError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # as TorchScript's functions raise `PickleError`
+    except Exception as error:  # whatever `__deepcopy__` or `__reduce__` raises
+        says = f"copy.deepcopy says {str(error).rstrip('.')}."
         raise TraceError(
-            f"The {what} cannot be copied for tracing: copy.deepcopy says {error}."
+            f"The {what} cannot be copied for tracing{_culprit(original, memo)}: {says}"
             f" {advice}"
         ) from error
+
+
+def _culprit(original: Any, memo: dict[int, Any]) -> str:
+    """The attribute of a module that cannot be copied, in words; '' if none is found."""
+    if not isinstance(original, torch.nn.Module):
+        return ""
+    for fqn, module in original.named_modules():
+        own = {n: v for n, v in vars(module).items() if n not in _OF_MODULES}
+        own |= dict(module.named_parameters(recurse=False))
+        own |= dict(module.named_buffers(recurse=False))
+        for name, value in own.items():
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception:  # as above
+                place = f"{fqn}.{name}".lstrip(".")
+                return f", for its `{place}` ({type(value).__name__})"
+    return ""
 
 
 def _conversion(
@@ -134,9 +158,13 @@ def _conversion(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """The function that makes fake tensors of real ones."""
     device = torch.device(step.traced_type)
+    own = [*step.model.parameters(), *step.model.buffers()]
+    is_here = bool(own) and not any(tensor.is_meta for tensor in own)
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         held, wrap = unwrapped(tensor)
+        if held.is_meta and is_here:  # of a skeleton, as `torch.func` calls with weights
+            return _another_skeleton(tensor)
         if keeps_values(held):
             fake = held.detach().clone()
         else:
@@ -150,6 +178,14 @@ def _conversion(
         return fake
 
     return convert
+
+
+def _another_skeleton(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor without memory that has none in real steps, either."""
+    data = torch.empty_like(tensor, requires_grad=False)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(data, tensor.requires_grad)
+    return data.requires_grad_(tensor.requires_grad)
 
 
 def _fake_parameters(
@@ -223,7 +259,7 @@ def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:
     if not isinstance(optimizer, _OPTIMIZERS):
         raise ArgumentError(
             "`optimizer` must return an optimizer when it is called with parameters; it"
-            f" returned {optimizer!r}."
+            f" returned {short(optimizer)}.{SEVERAL}"
         )
     if isinstance(optimizer, torch.optim.Optimizer) and not _compat_autograd.can_hook(
         optimizer

@@ -47,6 +47,11 @@ _BY_IDENTITY = (
     " An optimizer is copied, parameters too, before it is traced: if it knows them by"
     " `id`, pass a function that builds it, as `optimizer=lambda parameters: ...`."
 )
+_ONCE = (
+    " Its `step()` is called without a closure, once after each backward pass, and must"
+    " do then: if it runs the model itself, as SAM and LBFGS do by a closure, pass the"
+    " optimizer that it is built on, and leave room for what it keeps besides."
+)
 _DIVIDED = (
     " PyTorch's `loss_parallel` takes `torch.nn.functional.cross_entropy` of class"
     " indices without label smoothing: use that, or leave `loss_parallel` out."
@@ -86,8 +91,9 @@ def explanation(error: BaseException, place: str) -> str:
         op = _compat_compiler.higher_order_op(error)
         why = _HIGHER_ORDER.format(name=op) if op else _COMPILED
         return f"The step cannot be traced: {place}{where} {why}"
-    if place == "the optimizer" and isinstance(error, KeyError):
-        advice = _BY_IDENTITY
+    if place == "the optimizer" and not depends:
+        advice = _BY_IDENTITY if isinstance(error, KeyError) else advice
+        advice = _ONCE if "closure" in str(error).lower() else advice
     if _REFUSES_HOOKS in str(error):
         return differentiates(place, line)
     return (

@@ -1,5 +1,8 @@
 """Copies for tracing have all that the user's model has, or one sentence says why."""
 
+import pickle
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -170,3 +173,21 @@ def test_gradients_that_are_retained_end_no_trace():
 
     assert done.identical
     assert plan.peak_bytes == pytest.approx(done.measured_peak_bytes, rel=1e-2)
+
+
+class Unpickled:
+    def __reduce__(self):
+        raise pickle.PicklingError("it has no state")
+
+
+class Locked(nn.Linear):
+    def __init__(self, lock):
+        super().__init__(WIDTH, WIDTH)
+        self.lock = lock
+
+
+def test_what_of_a_model_cannot_be_copied_is_named():
+    for value in (threading.Lock(), Unpickled()):  # a TypeError and another error
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Locked(value))
+        with pytest.raises(TraceError, match=r"for its `1\.lock` .* keep it outside"):
+            profiled(model)
