@@ -44,7 +44,7 @@ def fake_mode(*, plain: bool = False) -> FakeTensorMode:
 def has_layout_only(mode: Any, tensor: torch.Tensor) -> bool:
     """Whether a tensor is a fake one of a mode, strided and without known values.
 
-    Nor is it read as conjugate or negative of what its memory has: no layout tells that.
+    Nor is it a conjugate or negative view, of which no layout tells.
     """
     return (
         type(tensor) is FakeTensor

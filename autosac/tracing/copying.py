@@ -137,7 +137,7 @@ def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any
 
 
 def _culprit(original: Any, memo: dict[int, Any]) -> str:
-    """The attribute of a module that cannot be copied, in words; '' if none is found."""
+    """What of a module cannot be copied, in words; '' if nothing is found."""
     if not isinstance(original, torch.nn.Module):
         return ""
     for fqn, module in original.named_modules():
@@ -163,7 +163,7 @@ def _conversion(
 
     def convert(tensor: torch.Tensor) -> torch.Tensor:
         held, wrap = unwrapped(tensor)
-        if held.is_meta and is_here:  # of a skeleton, as `torch.func` calls with weights
+        if held.is_meta and is_here:  # a skeleton, which `torch.func` gives weights
             return _another_skeleton(tensor)
         if keeps_values(held):
             fake = held.detach().clone()
