@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -114,6 +114,13 @@ def new_fake(
             meta.set_(base.untyped_storage(), offset, size, stride)
         meta = _read_as(meta, is_conj, is_neg)
     return as_fake(mode, meta, device)
+
+
+def maker_of_twins(mode: Any, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """A function that makes fakes like a tensor, which it does not keep alive."""
+    layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
+    is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
+    return partial(new_fake, mode, *layout, is_conj=is_conj, is_neg=is_neg)
 
 
 def _read_as(meta: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:

@@ -441,9 +441,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         elif self.is_real:
             holder.twin = partial(twin, self.copies.keep(tensor, storage))
         else:
-            layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
-            views = {"is_conj": tensor.is_conj(), "is_neg": tensor.is_neg()}
-            holder.twin = partial(_compat_fakes.new_fake, mode, *layout, **views)
+            holder.twin = _compat_fakes.maker_of_twins(mode, tensor)
         return holder
 
     def _unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:
