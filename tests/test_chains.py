@@ -439,6 +439,47 @@ def test_a_part_whose_result_is_dropped_is_made_again_on_the_way():
     assert_equal(train(case, plain), train(case, model))
 
 
+class Weighs(Mlp):
+    def forward(self, x, *, gate, mask):
+        return super().forward(x, gate=gate, mask=mask), self.up(x).detach().exp()
+
+
+class CollectsWeights(InParts):
+    """Keeps what its parts return besides, as attention weights that nobody reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList([Weighs(), Weighs()])
+
+    def forward(self, x):
+        collected, mask = [], x.new_ones(()).expand(len(x), 1)
+        for norm, part in zip(self.norms, self.parts, strict=True):
+            y, weights = part(norm(x), gate=x, mask=mask)
+            collected.append(weights)
+            x = x + y
+        return x, collected
+
+
+class OnlyOutput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.collecting = CollectsWeights()
+
+    def forward(self, x):
+        return self.collecting(x)[0]
+
+
+def test_a_module_that_collects_what_its_parts_return_is_no_nest():
+    # Run forward once more it would collect that again, which no part needs.
+    case = Case(lambda: nn.Sequential(OnlyOutput(), OnlyOutput()), rows)
+    traced = case.profile()
+
+    least = autosac.plan(traced, memory_budget=autosac.floor(traced))
+
+    assert least.recompute_ms > 0
+    assert not [chain.around for chain in traced.chains if "collecting" in chain.around]
+
+
 @pytest.mark.slow
 def test_a_nest_that_departs_stays_near_its_planned_peak():
     case = Case(lambda: Around(depth=8), lambda: torch.randn(64, WIDTH))

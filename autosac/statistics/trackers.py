@@ -177,7 +177,7 @@ def _gradient_bytes(model: torch.nn.Module, tree: ModuleTree) -> list[int]:
     own = [0] * len(tree)
     seen = set()
     for i, module in enumerate(model.modules()):
-        for parameter in module.parameters(recurse=False):
+        for _, parameter in module.named_parameters(recurse=False):
             if parameter.requires_grad and id(parameter) not in seen:
                 seen.add(id(parameter))
                 own[i] += parameter.nbytes

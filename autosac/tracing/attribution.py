@@ -28,7 +28,7 @@ class Attribution:
         self._first_loss_node = 0
         self._of_parameter: dict[int, int] = {}
         for index, module in enumerate(model.modules()):
-            for parameter in module.parameters(recurse=False):
+            for _, parameter in module.named_parameters(recurse=False):
                 self._of_parameter.setdefault(id(parameter), index)
 
     def begin_loss(self) -> None:

@@ -88,6 +88,8 @@ def _nest(
     glue = _glue(index, around, parts, op_ms)
     if not glue:  # without glue the parts are a chain
         return None
+    if _collects(tape, around, parts):
+        return None
     blocks: list[Block] = []
     for part in parts:
         block = make_block(index, part, op_ms)
@@ -112,6 +114,23 @@ def _nest(
         followed_ms=sum(part.followed_ms for part in parts),
         blocks=tuple(blocks),
         glue=glue,
+    )
+
+
+def _collects(tape: Tape, around: Unit, parts: Sequence[Unit]) -> bool:
+    """Whether a module keeps what its parts return, as lists of attention weights.
+
+    It would when it runs forward once more, beyond the arguments of its parts.
+    """
+    inside = {i for part in parts for i in part.ops}
+    read = {s for i in around.ops if i not in inside for s in tape.ops[i].reads}
+    read.update(s for part in parts for s in part.call.inputs)
+    return any(
+        tape.storages[s].died > following.call.enter
+        for part, following in itertools.pairwise(parts)
+        for i in part.ops
+        for s in tape.ops[i].creates
+        if s not in read
     )
 
 
