@@ -110,6 +110,17 @@ def inference_planned():
         plan(mlp())
 
 
+class LateParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(()))
+        return self.layers(x) * self.scale
+
+
 class WantsClosure(torch.optim.SGD):
     def step(self, closure=None):
         if closure is None:
@@ -132,6 +143,10 @@ MISTAKES = {
     "of no parameters": (
         lambda: plan(mlp(), optimizer=3),
         "`optimizer`=3 must be an optimizer of torch.optim, its class or name",
+    ),
+    "a parameter that forward makes": (
+        lambda: plan(LateParameter(), optimizer=torch.optim.SGD),
+        "makes the parameter `scale` .* call the model once on a batch",
     ),
     "two of them": (
         lambda: plan(

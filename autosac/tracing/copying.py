@@ -20,6 +20,7 @@ from autosac.pytrees import module_tensors
 from autosac.step.arguments import SEVERAL, short
 from autosac.step.training_step import OptimizerInBackward
 from autosac.tracing.closures import own_functions
+from autosac.tracing.failures import quoted
 from autosac.tracing.step import Step
 
 _COPIED = frozenset({"defaults", "state", "param_groups"})  # by optimizers themselves
@@ -129,7 +130,7 @@ def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any
     except (AutosacError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever `__deepcopy__` or `__reduce__` raises
-        says = f"copy.deepcopy says {str(error).rstrip('.')}."
+        says = f"copy.deepcopy says {quoted(error)}"
         raise TraceError(
             f"The {what} cannot be copied for tracing{_culprit(original, memo)}: {says}"
             f" {advice}"

@@ -98,7 +98,7 @@ def explanation(error: BaseException, place: str) -> str:
         return differentiates(place, line)
     return (
         f"The step {what}: in {place}{where}, {type(error).__name__} says"
-        f" {_quoted(error)}{advice}"
+        f" {quoted(error)}{advice}"
     )
 
 
@@ -154,8 +154,9 @@ def _users_line(trace: TracebackType | None) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
-def _quoted(error: BaseException) -> str:
-    paragraph = " ".join(str(error).strip().partition("\n\n")[0].split())
+def quoted(error: BaseException) -> str:
+    """The first paragraph of what an error says, not too long, as a sentence ends."""
+    paragraph = " ".join(str(error).strip().partition("\n\n")[0].split()) or "nothing"
     if len(paragraph) > _MOST_CHARACTERS:
         paragraph = paragraph[:_MOST_CHARACTERS] + "..."
     return paragraph if paragraph.endswith((".", "!", "?")) else f"{paragraph}."

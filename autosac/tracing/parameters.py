@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from autosac._compat_distributed import local
+from autosac.errors import TraceError
 from autosac.pytrees import tensors_in
 from autosac.step.tape import Parameter
 from autosac.step.training_step import AnyOptimizer
@@ -25,7 +26,11 @@ def find_parameters(
         own: The user's model.
         model: Its fake copy.
         optimizer: The optimizer of the copy.
+
+    Raises:
+        TraceError: The step has made parameters, or has removed some.
     """
+    _check_same(own, model)
     names: dict[int, list[str]] = {}
     for fqn, parameter in own.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(fqn)
@@ -53,3 +58,15 @@ def find_parameters(
             )
         )
     return tuple(parameters)
+
+
+def _check_same(own: torch.nn.Module, model: torch.nn.Module) -> None:
+    before, after = (dict(m.named_parameters()) for m in (own, model))
+    changed = sorted(before.keys() ^ after.keys())
+    if changed:
+        what = "removes" if changed[0] in before else "makes"
+        raise TraceError(
+            f"The step {what} the parameter `{changed[0]}` of the model, so that it is"
+            " another model from then on: call the model once on a batch, then build"
+            " the optimizer, before it is planned."
+        )

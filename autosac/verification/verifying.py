@@ -26,6 +26,7 @@ from autosac.step.training_step import (
     training_step,
 )
 from autosac.summaries import Summarized, Summary, Table
+from autosac.tracing.failures import quoted
 from autosac.verification.measuring import (
     State,
     capture_state,
@@ -305,8 +306,8 @@ class _Run:
                 raise
             raise TraceError(
                 f"The step fails without a plan, too: {type(error).__name__} says"
-                f" {error}. Pass the loss, the optimizer and a batch of the step that"
-                " was planned, as `loss_fn` and so on."
+                f" {quoted(error)} Pass the loss, the optimizer and a batch of the step"
+                " that was planned, as `loss_fn` and so on."
             ) from error
 
     def timed_step_ms(self) -> float:
