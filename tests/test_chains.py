@@ -8,6 +8,7 @@ from torch import nn
 import autosac
 from autosac.checkpointing import installing
 from autosac.cli.demo import GPT
+from autosac.planning import dry_running
 from autosac.planning.spelling import spell_out
 from autosac.simulation.simulator import Simulator
 from autosac.tracing.trace import dry_run
@@ -458,6 +459,33 @@ class CollectsWeights(InParts):
             collected.append(weights)
             x = x + y
         return x, collected
+
+
+class WritesMask(InParts):
+    """Writes a number that Python knows between its parts, as masks are made."""
+
+    def forward(self, x):
+        mask = torch.zeros(len(x), 1)
+        mask[: len(x) // 2] = 1.0
+        first = x + self.parts[0](self.norms[0](x), gate=x, mask=mask)
+        return first + self.parts[1](self.norms[1](first), gate=first, mask=mask)
+
+
+def test_a_number_that_a_nest_writes_does_not_stay_in_memory():
+    case = Case(lambda: Chain(WritesMask, depth=2), rows)
+    traced = case.profile()
+    policies = dict(
+        zip(traced.formulation.units, traced.formulation.curves, strict=True)
+    )
+    nests = [chain for chain in traced.chains if chain.around]
+
+    assert nests
+    for nest in nests:
+        chosen = {nest: policies[nest].policies[-1]}
+        assert not dry_running.difference_in_dry_run(traced, chosen)
+    model, plain = case.model(), case.model()
+    installing.install(model, spell_out(traced, chosen))
+    assert_equal(train(case, plain), train(case, model))
 
 
 class OnlyOutput(nn.Module):

@@ -37,6 +37,7 @@ from autosac.checkpointing.chained_calls import alone, drop, run_onward
 from autosac.checkpointing.module_attributes import Snapshots
 from autosac.checkpointing.op_records import Record
 from autosac.checkpointing.tensor_parts import (
+    Literal,
     alias_of,
     copy_of,
     equal_bytes,
@@ -123,7 +124,9 @@ class _ForwardGlue(_compat.PlainDispatchMode):
                     self.nest.depart(f"changes a tensor from outside ({traits.name})")
                     self.nest.protect(tensor)
         if not self.nest.departed:
-            self.nest.ops.append((func, self._read(args, kwargs)))
+            is_made = traits.is_literal  # of numbers, which need not stay in its memory
+            read = [Literal(args[0])] if is_made else self._read(args, kwargs)
+            self.nest.ops.append((func, read))
         out = func(*args, **kwargs)
         if not is_write and (traits.is_literal or not traits.is_view):
             self.own.update(map(key_of, tensors_in((out,))))
@@ -160,6 +163,8 @@ def _is_same(before: Any, now: Any) -> bool:
     if isinstance(before, _Own):
         is_tensor = isinstance(now, torch.Tensor)
         return is_tensor and before == (now.shape, now.dtype)
+    if isinstance(before, Literal):
+        return isinstance(now, torch.Tensor) and equal_bytes(before.tensor(), now)
     if isinstance(before, torch.Tensor):
         if not isinstance(now, torch.Tensor):
             return False
