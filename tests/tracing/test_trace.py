@@ -370,3 +370,28 @@ def test_a_loss_that_reaches_parameters_in_a_way_of_its_own_is_refused():
         profile(model, torch.ones(2, 8), loss_fn=loss_fn)
 
     assert model.weight.grad is None
+
+
+class OnlyPolicy(nn.Module):
+    """Trains a policy beside a frozen reference, and shows what it trains alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.policy, self.reference = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.reference.requires_grad_(False)
+
+    def parameters(self):
+        return self.policy.parameters()
+
+    def forward(self, x):
+        return self.policy(x) - self.reference(x)
+
+
+def test_a_model_may_override_parameters():
+    x = torch.ones(2, 8)
+    plain = OnlyPolicy()
+    plain.parameters = nn.Module.parameters.__get__(plain)
+
+    peaks = [profile(model, x).baseline_peak_bytes for model in (OnlyPolicy(), plain)]
+
+    assert peaks[0] == peaks[1]
