@@ -4,6 +4,7 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import torch
 import autosac
 from autosac.cli.demo import GPT
 from autosac.simulation.simulator import Simulator
+from autosac.solving import slack
 from autosac.solving.correcting import Search
 from autosac.solving.incumbents import most_rules, recompute_ms
 from autosac.solving.solve_options import SolveOptions
-from autosac.units.curves import kept, trade_off
+from autosac.units.curves import kept, policy_of, trade_off
 from tests.busy import alone_and_in_turns
 from tests.models import CASES, SMALL_GPT, Case
 
@@ -241,6 +243,28 @@ def test_rules_that_all_peak_in_the_optimizer_are_not_all_replayed(monkeypatch):
     peaks = {step.simulator.peak_bytes(rule) for rule in rules}
     assert len(rules) > 100 and len(peaks) == 1
     assert 0 < len(replays) < len(rules) / 2
+
+
+def test_slack_is_spent_although_most_points_of_a_unit_break_the_budget(monkeypatch):
+    monkeypatch.setattr(slack, "_MOST_SIMULATIONS", 8)
+    formulation = _profile("wide gpt", "cpu").traced().formulation
+    curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
+    unit = max(curve_of, key=lambda u: len(curve_of[u].front or ()))
+    points = [
+        policy_of(curve_of[unit].front, i) for i in range(len(curve_of[unit].front))
+    ]
+    fastest_that_fits = len(points) - 3
+
+    def peak_bytes(choice):  # a rerun's, of which bytes that are kept say nothing
+        fits = points.index(choice[unit]) >= fastest_that_fits
+        return 0 if fits else 2**50
+
+    simulator = SimpleNamespace(peak_bytes=peak_bytes, true_peak_bytes=peak_bytes)
+    assert len(points) > 16
+
+    spent = slack.spend_slack(simulator, formulation, {unit: points[-1]}, 2**49)
+
+    assert points.index(spent[unit]) == fastest_that_fits
 
 
 @pytest.mark.slow_but_first

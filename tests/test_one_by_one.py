@@ -39,6 +39,9 @@ class Step:
         added = drawn.choice((0, self._problem.budget_bytes))
         return self.peak_bytes(choice) + added
 
+    def fits(self, choice, budget_bytes):
+        return self.true_peak_bytes(choice) <= budget_bytes
+
     def takes_replay(self, choice):
         return frozenset(choice.items()) not in self.replayed
 

@@ -28,6 +28,7 @@ from autosac.step.tape import IntArray, Op, Tape
 
 _DEFAULT = AllocatorSettings()
 _MOST_STEPS = 8  # a bound on work: none was seen to need more than five
+_PIECES = 16  # of a step, after each of which its peak may be known to be too high
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,7 @@ def handed_out(
     first: FirstStep | None = None,
     settings: AllocatorSettings = _DEFAULT,
     gone: IntArray | None = None,
+    most_bytes: int | None = None,
 ) -> list[HandedOut]:
     """What the allocator hands out in the first steps of a training.
 
@@ -149,6 +151,7 @@ def handed_out(
         first: As `replay`.
         settings: Of the allocator and the program.
         gone: Sizes of what was there before, and left free blocks.
+        most_bytes: Ends in the midst of the first step whose peak is higher: a bound.
     """
     nbytes = _with_gone(step, gone)
     small_bytes = small_block_bytes(step.nbytes)
@@ -157,7 +160,7 @@ def handed_out(
     blocks: _Blocks = _Requests(nbytes.tolist(), CachingAllocator(settings=settings))
     if replace(settings, state_is_loaded=False) == _DEFAULT:
         blocks = LargeBlocks.of(nbytes)
-    return _play(step, first, settings, blocks, small_bytes, len(nbytes))
+    return _play(step, first, settings, blocks, small_bytes, len(nbytes), most_bytes)
 
 
 def _with_gone(step: Ledger, gone: IntArray | None) -> IntArray:
@@ -273,6 +276,7 @@ def _play(
     blocks: _Blocks,
     small_bytes: IntArray,
     num_requests: int,
+    most_bytes: int | None = None,
 ) -> list[HandedOut]:
     """Play steps until one reserves nothing more: see `replay`.
 
@@ -283,6 +287,7 @@ def _play(
         blocks: Gives blocks to those that are not small.
         small_bytes: Sizes of the blocks of those that are, which add up; 0 for others.
         num_requests: Those of the step, and behind them what was there before.
+        most_bytes: As `handed_out`.
     """
     before = range(len(step.nbytes), num_requests)
     blocks.play([*before, *(~index for index in before)])
@@ -301,7 +306,9 @@ def _play(
             events = _events(_first(step, born, first.absent), small_bytes)
         changes = events.changes.copy()
         changes[0] = large + small
-        changes[events.places] = played = blocks.play(events.numbers)
+        if not _play_events(blocks, events, changes, most_bytes):
+            return [*steps, _as_far_as_played(events, changes)]
+        played = changes[events.places]
         # The next batch comes before the gradients of this one go.
         missing = [index for index in old if blocks.addresses[index] < 0]
         large += int(played.sum()) + int(blocks.play(missing).sum())
@@ -318,7 +325,45 @@ def _play(
         small = small_at_start
         if number and blocks.reserved_bytes == reserved_bytes:
             break
+        if most_bytes is not None and steps[-1].peak_bytes > most_bytes:
+            break
     return steps
+
+
+def _play_events(
+    blocks: _Blocks, events: _Events, changes: IntArray, most_bytes: int | None
+) -> bool:
+    """Play the events of a step, and note what each adds to what is in use.
+
+    Args:
+        blocks: As `_play`.
+        events: Those of the step.
+        changes: Takes what they add, 0 from where the step ends too early.
+        most_bytes: As `handed_out`.
+
+    Returns:
+        Whether all were played.
+    """
+    num_events = len(events.numbers)
+    length = num_events if most_bytes is None else -(-num_events // _PIECES)
+    in_use = done = 0
+    for start in range(0, num_events, max(1, length)):
+        places = events.places[start : start + length]
+        changes[places] = blocks.play(events.numbers[start : start + length])
+        if most_bytes is None or start + length >= num_events:
+            continue
+        until = int(events.places[start + length])
+        sums = np.cumsum(changes[done:until]) + in_use
+        if int(sums.max()) > most_bytes:
+            changes[until:] = 0
+            return False
+        in_use, done = int(sums[-1]), until
+    return True
+
+
+def _as_far_as_played(events: _Events, changes: IntArray) -> HandedOut:
+    """What is handed out in a step that ended too early."""
+    return HandedOut(keys=events.times, nbytes=np.cumsum(changes), between_steps=0)
 
 
 def _born(first: FirstStep, settings: AllocatorSettings) -> dict[int, int]:

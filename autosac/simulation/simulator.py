@@ -103,6 +103,7 @@ class Simulator:
         self._allocator_peaks: dict[
             tuple[Cap, frozenset[tuple[Unit, Policy]]], int
         ] = {}
+        self._above: dict[frozenset[tuple[Unit, Policy]], int] = {}
         self._born = tape.born * self.span
         self._died = tape.died * self.span
         self._saved_until = tape.saved_until * self.span
@@ -171,10 +172,18 @@ class Simulator:
             settings=settings or self.settings,
         )
 
-    def handed_out(self, chosen: Mapping[Unit, Policy]) -> list[HandedOut]:
-        """What a GPU's caching allocator hands out in the first steps of a training."""
+    def handed_out(
+        self, chosen: Mapping[Unit, Policy], most_bytes: int | None = None
+    ) -> list[HandedOut]:
+        """What a GPU's caching allocator hands out in the first steps of a training.
+
+        As far as it stays within `most_bytes`.
+        """
         return handed_out(
-            self.ledger(chosen), first=self._first_step, settings=self.settings
+            self.ledger(chosen),
+            first=self._first_step,
+            settings=self.settings,
+            most_bytes=most_bytes,
         )
 
     def allocator_peak_bytes(self, chosen: Mapping[Unit, Policy], cap: Cap) -> int:
@@ -190,7 +199,8 @@ class Simulator:
 
     def takes_replay(self, chosen: Mapping[Unit, Policy]) -> bool:
         """Whether nobody has asked for a true peak before, which takes a replay."""
-        is_known = (self.cap, frozenset(chosen.items())) in self._allocator_peaks
+        key = frozenset(chosen.items())
+        is_known = (self.cap, key) in self._allocator_peaks or key in self._above
         return self.tape.device_type == "cuda" and not is_known
 
     @property
@@ -213,6 +223,25 @@ class Simulator:
         if self.tape.device_type != "cuda":
             return self.peak_bytes(chosen)
         return self.allocator_peak_bytes(chosen, self.cap)
+
+    def fits(self, chosen: Mapping[Unit, Policy], budget_bytes: int) -> bool:
+        """Whether the true peak is at most a budget: see `true_peak_bytes`.
+
+        The allocator is replayed until it has handed out more.
+        """
+        key = frozenset(chosen.items())
+        is_known = (self.cap, key) in self._allocator_peaks
+        if self.tape.device_type != "cuda" or self.cap != "allocated" or is_known:
+            return Simulator.true_peak_bytes(self, chosen) <= budget_bytes
+        if self._above.get(key, -1) > budget_bytes:
+            return False
+        steps = self.handed_out(chosen, budget_bytes)
+        peak_bytes = max(step.peak_bytes for step in steps)
+        if peak_bytes > budget_bytes:
+            self._above[key] = peak_bytes
+            return False
+        self._allocator_peaks[self.cap, key] = peak_bytes
+        return True
 
     def true_timeline(self, chosen: Mapping[Unit, Policy]) -> Timeline:
         """Memory of a step as the device counts it: see `true_peak_bytes`.

@@ -104,6 +104,10 @@ class VariedSimulator(Simulator):
         """Peak of the step as the device counts it, and the margin."""
         return super().true_peak_bytes(chosen) + self.margin_bytes(chosen)
 
+    def fits(self, chosen: Mapping[Unit, Policy], budget_bytes: int) -> bool:
+        """Whether the peak of the step and the margin are at most a budget."""
+        return super().fits(chosen, budget_bytes - self.margin_bytes(chosen))
+
     def true_timeline(self, chosen: Mapping[Unit, Policy]) -> Timeline:
         """Memory as the device counts it, and the margin at each instant alike."""
         timeline = super().true_timeline(chosen)

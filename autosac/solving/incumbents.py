@@ -71,7 +71,7 @@ class Incumbents:
         # The allocator hands out no less than is asked of it.
         able = (e for e in self._by_time if e.simulated_peak_bytes <= budget_bytes)
         for choice in self._affordable(able):
-            if self._simulator.true_peak_bytes(choice) <= budget_bytes:
+            if self._simulator.fits(choice, budget_bytes):
                 return choice
         return None
 
@@ -97,7 +97,7 @@ class Incumbents:
         ascending = sorted(self._by_time, key=lambda e: e.simulated_peak_bytes)
         able = takewhile(lambda e: e.simulated_peak_bytes < best_bytes, ascending)
         for choice in self._affordable(able):
-            peak_bytes = self._simulator.true_peak_bytes(choice)
-            if peak_bytes < best_bytes:
-                best, best_bytes = choice, peak_bytes
+            if self._simulator.fits(choice, best_bytes - 1):
+                best = choice
+                best_bytes = self._simulator.true_peak_bytes(best)
         return best

@@ -75,7 +75,7 @@ def lower_peak(
             if not replays or len(level) > _MOST_LEVEL:
                 break
             replays -= simulator.takes_replay(other)
-            if simulator.true_peak_bytes(other) < now_bytes:
+            if simulator.fits(other, now_bytes - 1):
                 lower = other
                 break
         if lower is None:

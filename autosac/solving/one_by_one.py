@@ -133,5 +133,5 @@ class OneByOne:
         return choice
 
     def _fits(self, choice: Choice) -> bool:
-        peak_bytes = self.simulator.true_peak_bytes(choice)
-        return peak_bytes <= self.budget_bytes and self.formulation.keeps_host(choice)
+        fits = self.simulator.fits(choice, self.budget_bytes)
+        return fits and self.formulation.keeps_host(choice)

@@ -74,7 +74,7 @@ class _Relinking:
         if self._simulator.peak_bytes(choice) > self._budget_bytes:
             return False
         self._replays_left -= 1
-        return self._simulator.true_peak_bytes(choice) <= self._budget_bytes
+        return self._simulator.fits(choice, self._budget_bytes)
 
 
 def _families(one: Choice, other: Choice) -> Iterator[set[Unit]]:

@@ -74,7 +74,7 @@ def mend(
     if peak_bytes <= budget_bytes and 0 < excess <= _ONE_BLOCK:
         for changed in islice(swapped(curve_of, choice), replays):
             may_fit = simulator.peak_bytes(changed) <= budget_bytes
-            if may_fit and simulator.true_peak_bytes(changed) <= budget_bytes:
+            if may_fit and simulator.fits(changed, budget_bytes):
                 return changed
     while (excess := simulator.true_peak_bytes(choice) - budget_bytes) > 0:
         best: tuple[float, _Move, int] | None = None
@@ -87,6 +87,8 @@ def mend(
             lowered = peak_bytes - changed_bytes
             if changed_bytes <= budget_bytes and replays > 0:
                 replays -= 1
+                if not simulator.fits(changed, budget_bytes + excess - 1):
+                    continue
                 over = simulator.true_peak_bytes(changed) - budget_bytes
                 if over <= 0:
                     return changed
@@ -128,9 +130,8 @@ def lowered(
     able.sort(key=lambda pair: pair[0])
     best: Choice | None = None
     for _, other in able[: simulator.num_replays(_MOST_LOWERED)]:
-        peak_bytes = simulator.true_peak_bytes(other)
-        if peak_bytes < best_bytes and formulation.keeps_host(other):
-            best, best_bytes = other, peak_bytes
+        if simulator.fits(other, best_bytes - 1) and formulation.keeps_host(other):
+            best, best_bytes = other, simulator.true_peak_bytes(other)
     return best
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from autosac.simulation.simulator import Simulator
 from autosac.solving.formulation import Formulation
 from autosac.units import curves
@@ -20,7 +22,7 @@ class _Move:
     """Another policy for a unit: it keeps more and reruns less."""
 
     gain_ms: float
-    cost_bytes: int
+    point: int  # on the unit's front, the fastest first
     policy: Policy
 
 
@@ -46,14 +48,14 @@ def spend_slack(
     peak_bytes = simulator.true_peak_bytes(chosen)
     # What an allocator adds hardly changes: only what fits with that is replayed.
     added_bytes = peak_bytes - simulator.peak_bytes(chosen)
-    refused: dict[tuple[int, Policy], int] = {}  # least cost that did not fit
+    refused: dict[tuple[int, Policy], int] = {}  # slowest point that did not fit
     for _ in range(_MOST_SIMULATIONS):
         alike = {(id(curve_of[unit]), policy): unit for unit, policy in chosen.items()}
         slack = budget_bytes - peak_bytes
         moves = []
         for key, unit in alike.items():
-            limit = min(slack, refused.get(key, slack + 1) - 1)
-            move = _best_move(curve_of[unit], unit, chosen[unit], limit)
+            last = refused.get(key, -1)
+            move = _best_move(curve_of[unit], unit, chosen[unit], slack, last)
             if move is not None:
                 moves.append((move.gain_ms, move, key, unit))
         if not moves:
@@ -65,25 +67,39 @@ def spend_slack(
             changed_peak = simulator.true_peak_bytes(changed)
         if changed_peak <= budget_bytes:
             chosen, peak_bytes = changed, changed_peak
+            refused[key[0], move.policy] = refused.pop(key, -1)
         else:
-            refused[key] = move.cost_bytes
+            refused[key] = move.point
     return chosen
 
 
 def _best_move(
-    curve: curves.UnitCurve, unit: Unit, policy: Policy, limit_bytes: int
+    curve: curves.UnitCurve, unit: Unit, policy: Policy, limit_bytes: int, refused: int
 ) -> _Move | None:
-    """The fastest Pareto point within a limit on the bytes kept in addition."""
-    before_ms, before_bytes = (
-        curves.recompute_ms(unit, policy),
-        curves.kept(unit, policy),
-    )
+    """The fastest Pareto point within a limit on the bytes kept in addition.
+
+    Half way to the unit's own point from one that did not fit: a unit's own rerun may
+    be the peak, which bytes that are kept say little of.
+
+    Args:
+        curve: That of the unit.
+        unit: A chosen unit.
+        policy: Its own.
+        limit_bytes: Of what is kept beyond its own point.
+        refused: The slowest point that did not fit, -1 for none.
+    """
+    before_ms = curves.recompute_ms(unit, policy)
     front = curve.front
     if front is None:
         return None
-    i = curves.first_within(front, before_bytes + limit_bytes)
-    nbytes, time_ms = int(front.saved_bytes[i]), float(front.recompute_ms[i])
-    if nbytes > before_bytes + limit_bytes or time_ms >= before_ms * _LESS:
+    most_bytes = curves.kept(unit, policy) + limit_bytes
+    i = curves.first_within(front, most_bytes)
+    if refused >= 0:
+        own = int(np.searchsorted(front.recompute_ms, before_ms * _LESS))
+        i = max(i, (refused + own) // 2, refused + 1)
+    if i >= len(front) or int(front.saved_bytes[i]) > most_bytes:
         return None
-    better = curves.policy_of(front, i)
-    return _Move(before_ms - time_ms, nbytes - before_bytes, better)
+    time_ms = float(front.recompute_ms[i])
+    if time_ms >= before_ms * _LESS:
+        return None
+    return _Move(before_ms - time_ms, i, curves.policy_of(front, i))

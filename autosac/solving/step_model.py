@@ -66,8 +66,8 @@ class StepModel(ABC):
 
     def fits(self, choice: Choice, budget_bytes: int) -> bool:
         """Whether a choice keeps the budget, and the cap on far memory."""
-        peak_bytes = self.true_peak_bytes(choice)
-        return peak_bytes <= budget_bytes and self._formulation.keeps_host(choice)
+        fits = self._simulator.fits(choice, budget_bytes)
+        return fits and self._formulation.keeps_host(choice)
 
     def simulated_peak_bytes(self, choice: Choice) -> int:
         """Simulated peak of a choice: without what an allocator adds."""

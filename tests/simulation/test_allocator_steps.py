@@ -7,12 +7,14 @@ from torch import nn
 
 from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.profiles.profile import profile
+from autosac.simulation import allocator_steps
 from autosac.simulation.allocator_steps import (
     FirstStep,
     first_step,
     handed_out,
     replay,
 )
+from autosac.simulation.simulator import Simulator
 from autosac.step.ledger import Ledger
 from autosac.step.training_step import OptimizerInBackward
 from tests.models import random_choice
@@ -119,6 +121,47 @@ def test_what_is_handed_out_is_what_a_replay_of_all_hands_out(rows, settings, ma
         assert (found.nbytes[places] == true.nbytes).all()
 
 
+# Many requests: replays end after a piece of a step.
+@given(st.lists(lifetimes, min_size=1, max_size=60), any_settings, st.floats(0.0, 1.1))
+def test_a_replay_that_ends_early_says_whether_the_peak_is_higher(
+    rows, settings, share
+):
+    born, died, nbytes = np.array(rows, dtype=np.int64).T
+    step = Ledger(born=born, died=died, nbytes=nbytes, end=10)
+    old = np.flatnonzero((born <= 0) & (died >= 10)).tolist()
+    first = FirstStep(state_born=dict.fromkeys(old[::2], 5))
+
+    def peak_bytes(most_bytes=None):
+        steps = handed_out(step, first=first, settings=settings, most_bytes=most_bytes)
+        return max(own.peak_bytes for own in steps)
+
+    true_bytes = peak_bytes()
+    for most_bytes in (int(share * true_bytes), true_bytes - 1):
+        found_bytes = peak_bytes(most_bytes)
+        assert found_bytes <= true_bytes
+        assert (found_bytes > most_bytes) == (true_bytes > most_bytes)
+    assert peak_bytes(true_bytes) == true_bytes
+
+
+def test_a_replay_ends_in_the_midst_of_a_step_that_takes_too_much(monkeypatch):
+    rows = [(k, k + 1, 3) for k in range(1, 90)]
+    played = []
+
+    class Counting(allocator_steps.LargeBlocks):
+        def play(self, events):
+            events = list(events)
+            played.extend(events)
+            return super().play(events)
+
+    monkeypatch.setattr(allocator_steps, "LargeBlocks", Counting)
+    step = step_of((5, 7, 40), *rows)
+
+    steps = handed_out(step, most_bytes=20 * MIB)
+
+    assert len(steps) == 1 and steps[0].peak_bytes > 20 * MIB
+    assert 0 < len(played) < len(rows) / 2
+
+
 def test_the_peak_of_large_and_small_requests_apart_is_that_of_all():
     with torch.device("meta"):
         model = nn.Sequential(
@@ -133,6 +176,11 @@ def test_the_peak_of_large_and_small_requests_apart_is_that_of_all():
         peak_bytes = made.simulator.allocator_peak_bytes(chosen, "allocated")
 
         assert peak_bytes == made.simulator.replay(chosen).peak_allocated_bytes
+        fresh = Simulator(made.tape)
+        assert not fresh.fits(chosen, peak_bytes - 1)
+        assert not fresh.takes_replay(chosen)
+        assert fresh.fits(chosen, peak_bytes)
+        assert fresh.true_peak_bytes(chosen) == peak_bytes
 
 
 # --- read off a step ----------------------------------------------------------------
