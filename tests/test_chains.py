@@ -508,6 +508,17 @@ def test_a_module_that_collects_what_its_parts_return_is_no_nest():
     assert not [chain.around for chain in traced.chains if "collecting" in chain.around]
 
 
+def test_weights_that_autocast_casts_are_nothing_that_a_module_collects():
+    # Autocast keeps them to its end, beyond the parts that made them.
+    case = Case(lambda: nn.Sequential(InParts(), InParts()), rows)
+
+    traced = autosac.profile(
+        case.model(), case.inputs(), loss_fn=case.loss_fn, autocast=torch.bfloat16
+    )
+
+    assert {chain.around for chain in traced.chains} >= {"0", "1"}
+
+
 @pytest.mark.slow
 def test_a_nest_that_departs_stays_near_its_planned_peak():
     case = Case(lambda: Around(depth=8), lambda: torch.randn(64, WIDTH))

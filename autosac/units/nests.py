@@ -128,8 +128,7 @@ def _collects(tape: Tape, around: Unit, parts: Sequence[Unit]) -> bool:
     return any(
         tape.storages[s].died > following.call.enter
         for part, following in itertools.pairwise(parts)
-        for i in part.ops
-        for s in tape.ops[i].creates
+        for s in part.call.outputs
         if s not in read
     )
 
