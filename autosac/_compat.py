@@ -314,3 +314,10 @@ def clear_blas_workspaces() -> None:
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """ATen's `suggest_memory_format`: channels last if the strides say so."""
     return torch._prims_common.suggest_memory_format(tensor)
+
+
+def read_as(tensor: torch.Tensor, *, is_conj: bool, is_neg: bool) -> torch.Tensor:
+    """A view of the same memory that is a conjugate or negative one, or is not."""
+    if is_conj != tensor.is_conj():
+        tensor = tensor.conj()
+    return torch._neg_view(tensor) if is_neg != tensor.is_neg() else tensor

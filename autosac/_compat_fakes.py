@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from autosac._compat import no_dispatch, no_modes, pick_arguments, returned_arguments
+from autosac._compat import (
+    no_dispatch,
+    no_modes,
+    pick_arguments,
+    read_as,
+    returned_arguments,
+)
 
 __all__ = ["FakeTensorMode", "fake_like"]
 
@@ -112,7 +118,7 @@ def new_fake(
         else:
             meta = torch.empty(0, dtype=dtype, device=_META)
             meta.set_(base.untyped_storage(), offset, size, stride)
-        meta = _read_as(meta, is_conj, is_neg)
+        meta = read_as(meta, is_conj=is_conj, is_neg=is_neg)
     return as_fake(mode, meta, device)
 
 
@@ -121,12 +127,6 @@ def maker_of_twins(mode: Any, tensor: torch.Tensor) -> Callable[[], torch.Tensor
     layout = (tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
     is_conj, is_neg = tensor.is_conj(), tensor.is_neg()
     return partial(new_fake, mode, *layout, is_conj=is_conj, is_neg=is_neg)
-
-
-def _read_as(meta: torch.Tensor, is_conj: bool, is_neg: bool) -> torch.Tensor:
-    """A tensor, or its conjugate or negative view."""
-    meta = meta.conj() if is_conj else meta
-    return torch._neg_view(meta) if is_neg else meta
 
 
 def by_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -157,7 +157,7 @@ def _as_meta(tensor: torch.Tensor) -> torch.Tensor:
         return meta.new_empty_strided(tensor.shape, tensor.stride())
     layout = (tensor.storage_offset(), tensor.shape, tensor.stride())
     meta.set_(tensor.untyped_storage(), *layout)
-    return _read_as(meta, tensor.is_conj(), tensor.is_neg())
+    return read_as(meta, is_conj=tensor.is_conj(), is_neg=tensor.is_neg())
 
 
 def as_fake(mode: Any, meta: torch.Tensor, device: torch.device) -> torch.Tensor:

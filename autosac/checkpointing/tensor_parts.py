@@ -56,17 +56,12 @@ def alias_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     if dtype != whole.dtype:
         whole = elements(whole).view(dtype)
     alias = whole.as_strided(size, stride, offset)
-    if is_conjugate != alias.is_conj():
-        alias = alias.conj()
-    return torch._neg_view(alias) if is_negative != alias.is_neg() else alias
+    return _compat.read_as(alias, is_conj=is_conjugate, is_neg=is_negative)
 
 
 def elements(tensor: torch.Tensor) -> torch.Tensor:
     """All elements of a tensor's storage, as they lie in memory."""
-    if tensor.is_conj():
-        tensor = tensor.conj()
-    if tensor.is_neg():
-        tensor = torch._neg_view(tensor)
+    tensor = _compat.read_as(tensor, is_conj=False, is_neg=False)
     number = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.as_strided((number,), (1,), 0)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from autosac import _compat
 from autosac.fake_tensors import real_layouts
 from autosac.step.op_signatures import Layout, Signature
 
@@ -83,8 +84,7 @@ def _thaw(value: Any, device: torch.device) -> Any:
     else:
         flat = torch.zeros(reach, dtype=value.dtype, device=device)
     tensor = flat.as_strided(value.size, value.stride)
-    tensor = tensor.conj() if value.is_conj else tensor
-    return torch._neg_view(tensor) if value.is_neg else tensor
+    return _compat.read_as(tensor, is_conj=value.is_conj, is_neg=value.is_neg)
 
 
 def _random(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

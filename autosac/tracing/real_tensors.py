@@ -85,5 +85,4 @@ def _within(storage: Any, tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of another one's layout in other memory."""
     view = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     view.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-    view = view.conj() if tensor.is_conj() else view
-    return torch._neg_view(view) if tensor.is_neg() else view
+    return _compat.read_as(view, is_conj=tensor.is_conj(), is_neg=tensor.is_neg())
