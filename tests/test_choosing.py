@@ -299,6 +299,7 @@ def test_a_choice_that_breaks_the_budget_by_a_block_moves_to_a_unit_that_is_alik
     assert recompute_ms(mended) == recompute_ms(choice) > 0
 
 
+@pytest.mark.slow
 def test_a_search_in_the_blocks_of_a_plan_finds_a_cheaper_one_that_fits():
     chooser = _profile("wide gpt", "h100 bf16").traced().chooser
     floor_bytes, most_bytes = map(chooser.true_peak_bytes, (chooser.lowest(), {}))

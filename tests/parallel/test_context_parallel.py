@@ -329,6 +329,7 @@ def test_a_plan_with_slices_and_parts_says_both(profile_of_eight, tmp_path):
     assert autosac.ParallelPlan.load(tmp_path / "plan.json") == plan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", range(4))
 def test_ranks_that_share_slices_have_the_same_part(profile_of_eight, rank):
     plan = cpu_plan(profile_of_eight, "64MiB", mesh={"cp": 2, "tp": 2})
@@ -371,6 +372,7 @@ def test_more_memory_is_never_slower(profile, least):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_faster_links_are_never_slower(profile, method):
     def waits_ms(factor):
@@ -419,6 +421,7 @@ def _attention_flops(profile):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_a_rank_with_slices_and_a_part_does_a_share_of_both(method):
     # What ranks exchange for tensors is of a part of the sequence, and what they

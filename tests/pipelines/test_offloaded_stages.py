@@ -204,6 +204,7 @@ def test_stages_that_share_ranks_need_not_gain_a_gap_by_offload():
     assert step_ms(budget, offload=True, **options) < step_ms(budget, **options)
 
 
+@pytest.mark.slow
 def test_no_cuts_that_were_planned_are_faster(monkeypatch):
     monkeypatch.setattr(cutting, "_MOST_PLAYED", 1)  # so that none is seen again
     inputs, target = tokens(1)

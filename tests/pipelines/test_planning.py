@@ -255,6 +255,7 @@ def test_a_plan_is_for_its_ranks_and_its_model(for_gpus):
         assert type(schedule).__name__ == f"Schedule{for_gpus.pipeline.name}"
 
 
+@pytest.mark.slow
 def test_a_unit_that_is_replaced_in_a_stage_is_said_once():
     made = plan(Model(), least_peak(Model()))
     fqn = [fqn for fqn in made.stage_plans[0].policy if "." in fqn][-1]

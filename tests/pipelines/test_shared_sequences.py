@@ -61,6 +61,7 @@ def of_parts():
     return plan()
 
 
+@pytest.mark.slow
 def test_stages_hand_on_parts_of_sequences(of_parts):
     first, last = of_parts.stage_plans
     assert first.received.shape == (2, LENGTH // 2)
@@ -142,6 +143,7 @@ def test_of_a_ring_the_rank_that_is_traced_holds_no_less_than_others():
     assert peaks[0] >= peaks[1]
 
 
+@pytest.mark.slow
 def test_rings_of_stages_are_predicted_and_not_run():
     ring = plan(cp_method="ring")
     assert "cannot be applied" in str(ring)
