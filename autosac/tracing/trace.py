@@ -388,7 +388,7 @@ def _run_on(
             step.learned.kept_bytes.append(storage_bytes(module_tensors(model)))
         left = recorder.left_alive(model)
         if left and not only_storages:
-            warn_of_cycles(recorder, left)
+            warn_of_cycles(recorder, tape, left)
             left = recorder.left_alive(model)
         return tape, left
 
