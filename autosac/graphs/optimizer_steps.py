@@ -20,6 +20,7 @@ from autosac import _compat, _compat_autograd, _compat_gpu, _compat_graphs
 from autosac.errors import TraceError, UnsupportedError
 from autosac.pytrees import tensors_in
 from autosac.step.offloaded_optimizer import OffloadedOptimizer
+from autosac.step.optimizer_state import step_left_alone
 from autosac.step.training_step import (
     OptimizerInBackward,
     check_optimizer,
@@ -164,7 +165,8 @@ def _copied(
         own = optimizer(list(copies.values()))
     else:
         try:
-            own = copy.deepcopy(optimizer, dict[int, Any](copies))
+            with step_left_alone(optimizer):
+                own = copy.deepcopy(optimizer, dict[int, Any](copies))
         except (TypeError, RuntimeError, AttributeError) as error:
             raise TraceError(
                 f"`{type(optimizer).__name__}` cannot be copied: copy.deepcopy says"
@@ -317,7 +319,8 @@ def _traced(
     twins: dict[int, Any] = {
         id(t): _compat_graphs.fake_twin(mode, t) for t in (*parameters, *states)
     }
-    fake = copy.deepcopy(optimizer, dict(twins))
+    with step_left_alone(optimizer):
+        fake = copy.deepcopy(optimizer, dict(twins))
     with mode:
         for parameter in parameters:
             twin = twins[id(parameter)]

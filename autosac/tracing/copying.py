@@ -18,6 +18,7 @@ from autosac.errors import ArgumentError, AutosacError, TraceError
 from autosac.fake_tensors.values import keeps_values
 from autosac.pytrees import module_tensors
 from autosac.step.arguments import SEVERAL, short
+from autosac.step.optimizer_state import step_left_alone
 from autosac.step.training_step import OptimizerInBackward
 from autosac.tracing.closures import own_functions
 from autosac.tracing.failures import quoted
@@ -99,7 +100,8 @@ def copied(
     with copies:
         model = _copy_of("model", step.model, memo, _GIVE_A_COPY)
         advice = _advice_on_wrapper(step.optimizer) or _BUILT_ANEW
-        optimizer = _copy_of("optimizer", step.optimizer, memo, advice)
+        with step_left_alone(step.optimizer):
+            optimizer = _copy_of("optimizer", step.optimizer, memo, advice)
         args, kwargs = _copy_of("inputs", inputs, memo, "Make them copyable.")
         copy_parameter_attributes(step.model, memo)
         if isinstance(optimizer, torch.optim.Optimizer):

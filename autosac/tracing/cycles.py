@@ -40,7 +40,11 @@ def warn_of_cycles(recorder: Recorder, tape: Tape, left: set[int]) -> None:
     fqn = "" if made_by is None else recorder.tree[made_by.module].fqn
     place = f"module `{fqn}`" if fqn else "the model itself"
     line = f" at {made_by.source}" if made_by is not None and made_by.source else ""
-    times = f" {num_passes} times, as each call frees one of a row," if num_passes > 1 else ""
+    times = (
+        f" {num_passes} times, as each call frees one of a row,"
+        if num_passes > 1
+        else ""
+    )
     warn(
         f"A step leaves {format_bytes(num_bytes)} in reference cycles, as what {place}"
         f" makes{line}. Each step leaves as much again until Python's collector looks"

@@ -18,7 +18,7 @@ from autosac.progress import progress_bar
 from autosac.pytrees import held_tensors, module_tensors
 from autosac.quantities import format_bytes, format_ms
 from autosac.step.arguments import check_loss_fn, optimizer_for, read_dtype
-from autosac.step.optimizer_state import optimizer_tensors
+from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
 from autosac.step.training_step import (
     AnyOptimizer,
     LossFn,
@@ -327,6 +327,7 @@ class _Run:
         yield from self.model.buffers()
         yield from module_tensors(self.model)  # such as tables that a step has made
         yield from optimizer_tensors(self.optimizer)
+        yield from hook_tensors(self.optimizer)
         yield from held_tensors((self.args, self.kwargs))
 
     def _find_device(self) -> torch.device:

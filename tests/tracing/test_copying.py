@@ -141,6 +141,30 @@ def test_of_an_optimizer_around_another_one_the_inner_one_is_asked_for(is_built)
     assert profiled(model, optimizer=wrapper.inner).baseline_peak_bytes > 0
 
 
+class LooksAhead(torch.optim.Optimizer):
+    """Shares all with another optimizer, and never calls `Optimizer.__init__`."""
+
+    def __init__(self, inner):
+        self.inner, self.defaults = inner, inner.defaults
+        self.param_groups, self.state = inner.param_groups, inner.state
+
+    def step(self):
+        self.inner.step()
+
+
+def test_planning_leaves_the_step_of_an_optimizers_class_as_it_was():
+    # A copy gives the class a `step` that wants hooks, which only copies have.
+    model = nn.Linear(WIDTH, WIDTH)
+    optimizer = LooksAhead(torch.optim.SGD(model.parameters(), lr=0.1))
+    own = vars(LooksAhead)["step"]
+
+    profiled(model, optimizer=optimizer)
+
+    assert vars(LooksAhead)["step"] is own
+    model(torch.randn(8, WIDTH)).sum().backward()
+    optimizer.step()
+
+
 class Retains(nn.Module):
     """Writes to memory that a view looks at; keeps what it retains a gradient of."""
 

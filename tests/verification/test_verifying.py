@@ -366,3 +366,28 @@ def test_what_objects_hold_counts_in_batches_and_optimizers():
     assert traced.baseline_peak_bytes == bare.baseline_peak_bytes + beside_bytes
     assert found.measured_peak_bytes == lowest.peak_bytes
     assert found.identical
+
+
+def averaging(model):
+    """An optimizer whose hook keeps averages of the weights."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averages = [p.detach().clone() for p in model.parameters()]
+
+    def average(*_):
+        for mean, parameter in zip(averages, model.parameters(), strict=True):
+            mean.lerp_(parameter.detach(), 0.1)
+
+    optimizer.register_step_post_hook(average)
+    return optimizer
+
+
+@pytest.mark.slow
+def test_what_hooks_of_an_optimizer_keep_counts():
+    model, step = make_model(), {"loss_fn": torch.sum}
+    traced = profile(model, make_inputs(), optimizer=averaging(model), **step)
+    traced = calibrate(traced, progress=False)
+    lowest = plan(traced, memory_budget=floor(traced))
+
+    found = verify(lowest, make_model, make_inputs, make_optimizer=averaging, **step)
+
+    assert found.measured_peak_bytes == lowest.peak_bytes
