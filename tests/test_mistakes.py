@@ -127,11 +127,25 @@ class WantsClosure(torch.optim.SGD):
             raise ValueError("it wants a closure")
 
 
+class MakesGroups(nn.Linear):
+    def __init__(self):
+        super().__init__(8, 8)
+
+    def parameters(self):
+        return [{"params": super().parameters()}]
+
+
 MISTAKES = {
     # --- the optimizer
     "of another model": (
         lambda: plan(mlp(), optimizer=torch.optim.AdamW(mlp().parameters())),
         "trains other parameters: none of its 4 are .* Make it anew",
+    ),
+    "of groups that parameters() makes": (
+        lambda: plan(
+            model := MakesGroups(), optimizer=torch.optim.SGD(model.parameters())
+        ),
+        r"`MakesGroups.parameters\(\)` gives a dict, .* a method of another name",
     ),
     "of two models": (
         lambda: plan(

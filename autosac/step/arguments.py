@@ -80,6 +80,7 @@ def check_tensors(model: torch.nn.Module, inputs: Any) -> None:
             "`torch.inference_mode()` is on, under which nothing has a gradient: plan"
             " outside of it."
         )
+    _check_parameters(model)
     lazy = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
     named: dict[str, torch.Tensor] = dict(model.named_parameters())
     named |= dict(model.named_buffers())
@@ -113,6 +114,22 @@ def check_tensors(model: torch.nn.Module, inputs: Any) -> None:
         raise ArgumentError(
             f"`inputs` lie on the meta device and the model on {device}: make both on"
             " one of them."
+        )
+
+
+def _check_parameters(model: torch.nn.Module) -> None:
+    """Refuse a model whose `parameters()` gives something else.
+
+    Raises:
+        ArgumentError: Says what it gives.
+    """
+    others = (p for p in model.parameters() if not isinstance(p, torch.Tensor))
+    other = next(others, None)
+    if other is not None:
+        raise ArgumentError(
+            f"`{type(model).__name__}.parameters()` gives a {type(other).__name__},"
+            " where PyTorch and autosac expect parameters: let a method of another name"
+            " make groups for an optimizer, such as `parameter_groups`."
         )
 
 
@@ -319,6 +336,7 @@ def optimizer_for(make_optimizer: Any, model: torch.nn.Module) -> AnyOptimizer |
 
 
 def _check_trained(optimizer: AnyOptimizer, model: torch.nn.Module) -> None:
+    _check_parameters(model)
     own = {id(parameter) for parameter in model.parameters()}
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in trained if id(p) not in own]
