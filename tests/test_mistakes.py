@@ -3,6 +3,7 @@
 import functools
 import pickle
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -125,6 +126,16 @@ class WantsClosure(torch.optim.SGD):
     def step(self, closure=None):
         if closure is None:
             raise ValueError("it wants a closure")
+
+
+class InThread(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = mlp()
+
+    def forward(self, x):
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self.layers, x).result()
 
 
 class MakesGroups(nn.Linear):
@@ -366,6 +377,10 @@ MISTAKES = {
             X.to("meta"),
         ),
         r"in the model itself at .*test_mistakes.py.* pass a real model",
+    ),
+    "layers in another thread": (
+        lambda: plan(InThread()),
+        "`layers` runs in another thread than the step, where no trace sees",
     ),
     "jvp in forward": (
         lambda: scripted(  # as PyTorch's own rules are for it

@@ -35,6 +35,7 @@ from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
 from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
 from autosac.tracing.saving import Holder, Saved
+from autosac.tracing.threads import OneThread
 from autosac.tracing.writing_in_place import of_real_step
 
 _FORWARD_PHASES = ("forward", "loss")
@@ -102,6 +103,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.modules = Attribution(model)
         self.views = LiveViews()
         self.accumulations = Accumulations()
+        self.thread = OneThread()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -116,6 +118,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
             with hooks, untold.noting(self.note_state, self.note_dirty), self:
                 yield
         finally:
+            self.thread.check()
             if self.retraces:
                 raise Retrace  # again: the model may have caught it
         self.tick()
@@ -466,6 +469,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
 
     def enter(self, module: int, args: Any, kwargs: Any) -> Call:
         """A module's ``forward`` begins."""
+        self.thread.note(self.tree[module].fqn)
         call = Call(module, self.phase, self.tick())
         if _compat_dispatch.is_transformed():
             call.once = "it runs under a transform of torch.func, torch.vmap or jvp"
