@@ -18,6 +18,7 @@ from autosac import _compat, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import thread
+from autosac.checkpointing.earlier_gradients import EarlierGradients
 from autosac.checkpointing.installing import (
     CountedForward,
     Step,
@@ -46,8 +47,11 @@ class Planned(Protocol):
             the other plans for such batches, or '' where one of their units begins;
             empty if nothing tells.
         offload_dir: Directory of the CPU's far memory.
+        finds_gradients: Those of earlier steps are there as a step begins.
     """
 
+    @property
+    def finds_gradients(self) -> bool: ...
     @property
     def offload_dir(self) -> str | None: ...
     @property
@@ -220,6 +224,9 @@ class BatchForward(StandIn):
         super().__init__(model)
         self.variants = variants
         self.frozen = [(name, model.get_parameter(name)) for name in frozen]
+        self.gradients = EarlierGradients(
+            planned=any(plan.finds_gradients for plan in variants.plans)
+        )
         self.by_hand = False
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
@@ -234,6 +241,7 @@ class BatchForward(StandIn):
             return self._forward()(*args, **kwargs)
         is_step = torch.is_grad_enabled() and self.module.training == variants.training
         if is_step:
+            self.gradients.look(self.module)
             self.begin(args, kwargs)
         else:
             self.steps[variants.current].calls.clear()

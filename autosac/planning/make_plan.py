@@ -368,6 +368,9 @@ def _as_plan(
         traced=profile.traced(),
         offloaded_bytes=far_bytes(chosen),
         far_state_bytes=profile.far_state_bytes,
+        finds_gradients=any(
+            s.born == 0 and s.category == "gradient" for s in profile.tape.storages
+        ),
         exposed_ms=sum(unit.waits_ms(policy) for unit, policy in chosen.items()),
     )
 

@@ -86,6 +86,7 @@ class Plan(Summarized):
             added up over the step,
         exposed_ms: and the time of `recompute_ms` that it waits for their copies.
         far_state_bytes: Bytes of the optimizer's state that lie there between updates.
+        finds_gradients: Those of earlier steps are there as the step begins.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
             one.
         variants: The plans for several kinds of batches, that of the highest peak
@@ -122,6 +123,7 @@ class Plan(Summarized):
     offloaded_bytes: int = 0
     exposed_ms: float = 0.0
     far_state_bytes: int = 0
+    finds_gradients: bool = False
     offload_dir: str | None = None
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
@@ -223,13 +225,12 @@ class Plan(Summarized):
     def _record(self) -> dict[str, Any]:
         """All that a plan file holds."""
         record = {**vars(self), "variants": [one._record() for one in self.variants]}
-        del record["traced"], record["replan"], record["frugal"]
+        left_out = ["traced", "replan", "frugal"]
         if not self.offloads:  # others read such files, too
-            for name in ("offloaded_bytes", "exposed_ms", "offload_dir"):
-                del record[name]
-        if not self.far_state_bytes:
-            del record["far_state_bytes"]
-        return record
+            left_out += ["offloaded_bytes", "exposed_ms", "offload_dir"]
+        for name in ("far_state_bytes", "finds_gradients"):
+            left_out += () if record[name] else (name,)
+        return {n: value for n, value in record.items() if n not in left_out}
 
     @classmethod
     def _of_record(cls, record: dict[str, Any]) -> Plan:

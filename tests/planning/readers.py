@@ -95,6 +95,7 @@ class Training:
     def run(self, act):
         """Do something in this training's own stream of random numbers."""
         torch.set_rng_state(self.random_state)
+        self.model.zero_grad()
         loss = act(self.model, self.optimizer)
         self.random_state = torch.get_rng_state()
         return capture_state(self.model, self.optimizer, loss)

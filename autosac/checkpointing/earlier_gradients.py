@@ -1,0 +1,41 @@
+"""Gradients that are there as a step begins, where its plan has none."""
+
+from __future__ import annotations
+
+import torch
+
+from autosac.quantities import format_bytes
+from autosac.step.arguments import warn
+
+_MOST_LOOKS = 16  # at the first steps, of which one is a second micro-step
+_LITTLE = 0.01  # of the parameters: so little is not said
+
+
+class EarlierGradients:
+    """Looks whether gradients of earlier steps are there as a step begins; warns once.
+
+    Args:
+        planned: They are there in the planned step, too.
+    """
+
+    def __init__(self, *, planned: bool) -> None:
+        self._looks_left = 0 if planned else _MOST_LOOKS
+
+    def look(self, model: torch.nn.Module) -> None:
+        """A step begins."""
+        if not self._looks_left:
+            return
+        self._looks_left -= 1
+        parameters = list(model.parameters())
+        num_bytes = sum(p.grad.nbytes for p in parameters if p.grad is not None)
+        if num_bytes <= _LITTLE * sum(p.nbytes for p in parameters):
+            return
+        self._looks_left = 0
+        warn(
+            f"Gradients of an earlier step ({format_bytes(num_bytes)}) are there as"
+            " forward begins, and the plan has none then: the peak may be higher by as"
+            " much. Call `optimizer.zero_grad()` before forward. Or plan with"
+            " `gradients_in_forward=True`, if it comes between forward and backward;"
+            " with `accumulate`, if the gradients of several batches add up; or with"
+            " `keeps_gradients=True`, if they are set to zero in place."
+        )
