@@ -371,7 +371,7 @@ class _SlicedForward(StandIn):
         end, run = self.slices[position]
         if _layers(run.module) == layers[position:end]:
             return True
-        warn_of_replaced(f"{run.fqn}` to `{run.policies[0].until}")
+        warn_of_replaced(f"`{run.fqn}` to `{run.policies[0].until}`")
         del self.slices[position]
         return False
 

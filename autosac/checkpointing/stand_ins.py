@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 import warnings
@@ -10,6 +11,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+
+_MOST_PARTS = 1000  # of what took the place of a stand-in, looked at for it
 
 
 class StandIn:
@@ -61,14 +64,67 @@ class Places:
         self, model: torch.nn.Module, modules: Container[torch.nn.Module]
     ) -> None:
         self.places = list(_places(model, modules))
+        own = ((fqn, module, _forward(module)) for *_, module, fqn in self.places)
+        self.forwards = [(fqn, m, f) for fqn, m, f in own if isinstance(f, StandIn)]
 
     def check(self) -> None:
-        """Warn, once, if one of them was replaced."""
+        """Warn, once, if one of them was replaced, or its ``forward``."""
         for parent, name, module, fqn in self.places:
             if parent._modules.get(name) is not module:
-                warn_of_replaced(fqn)
-                self.places = []
+                warn_of_replaced(f"`{fqn}`")
+                self.places, self.forwards = [], []
                 return
+        for index, (fqn, module, stand_in) in enumerate(self.forwards):
+            if _forward(module) is stand_in:
+                continue
+            if not _is_kept(module, stand_in):
+                warn_of_replaced(f"`forward` of `{fqn}`")
+                self.places, self.forwards = [], []
+            else:  # somebody wrapped it
+                del self.forwards[index]
+            return
+
+
+def _forward(module: torch.nn.Module) -> Any:
+    return module.__dict__.get("forward")
+
+
+def _is_kept(module: torch.nn.Module, stand_in: StandIn) -> bool:
+    """Whether what took the place of a stand-in may call it: it, or its module, has it.
+
+    Wrappers keep it in closures, arguments, attributes or containers.
+    """
+    left = [_forward(module), *vars(module).values()]
+    seen: dict[int, Any] = {}
+    while left and len(seen) < _MOST_PARTS:
+        value = left.pop(0)
+        if value is stand_in:
+            return True
+        if id(value) in seen or isinstance(value, (torch.nn.Module, torch.Tensor)):
+            continue
+        seen[id(value)] = value
+        if isinstance(value, types.FunctionType):
+            cells = value.__closure__ or ()
+            left += [cell.cell_contents for cell in cells if _is_filled(cell)]
+            left += value.__defaults__ or ()
+            left += (value.__kwdefaults__ or {}).values()
+        elif isinstance(value, types.MethodType):
+            left += [value.__func__, value.__self__]
+        elif isinstance(value, functools.partial):
+            left += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, (list, tuple)):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+        left += getattr(value, "__dict__", {}).values() if callable(value) else ()
+    return False
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False
 
 
 def _places(
@@ -98,14 +154,14 @@ def warn_of_transform(fqn: str) -> None:
     )
 
 
-def warn_of_replaced(fqn: str) -> None:
+def warn_of_replaced(which: str) -> None:
     """Warn of a module that is another one than the plan was applied to.
 
     Args:
-        fqn: Its name, or those of the first and last of several.
+        which: Its name, or those of the first and last of several, in backquotes.
     """
     warnings.warn(
-        f"`{fqn}` was replaced after a plan was applied: nothing of it is"
+        f"{which} was replaced after a plan was applied: nothing of it is"
         " recomputed, and the planned peak no longer holds. Call `plan.unapply(model)`,"
         " replace it, and plan again.",
         stacklevel=3,

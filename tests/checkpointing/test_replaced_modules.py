@@ -1,5 +1,7 @@
 """Modules that are replaced after a plan was applied."""
 
+import functools
+import types
 import warnings
 
 import pytest
@@ -62,3 +64,56 @@ def test_the_new_module_is_trained_and_a_warning_says_so_once(make, name):
     assert len(observed) == len(expected)
     assert all(map(torch.equal, observed, expected))
     assert all(map(torch.equal, again, expected))
+
+
+def planned_blocks():
+    model = blocks()
+    profile = autosac.profile(
+        model, torch.randn(128, WIDTH), loss_fn=lambda x: x.square().sum()
+    )
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    return plan.apply(model), next(iter(plan.policy))
+
+
+def test_a_forward_that_is_replaced_is_said_once():
+    model, unit = planned_blocks()
+    module = model.get_submodule(unit)
+    module.forward = types.MethodType(type(module).forward, module)
+    with pytest.warns(UserWarning, match=f"`forward` of `{unit}` was replaced after"):
+        gradients(model)
+
+    gradients(model)  # warnings fail tests
+
+
+class Calls:
+    def __init__(self, function):
+        self.functions = [function]
+
+    def __call__(self, *args):
+        return self.functions[0](*args)
+
+
+def _renamed(module):
+    module._old_forward = module.forward
+    return types.MethodType(lambda self, x: self._old_forward(x), module)
+
+
+WRAPPERS = {
+    "closure": lambda module: functools.wraps(module.forward)(
+        lambda x, own=module.forward: own(x)
+    ),
+    "partial": lambda module: functools.partial(lambda own, x: own(x), module.forward),
+    "object": lambda module: Calls(module.forward),
+    "attribute": _renamed,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_forward_that_is_wrapped_is_still_a_unit(name):
+    model, unit = planned_blocks()
+    module = model.get_submodule(unit)
+    expected = gradients(model)
+    module.forward = WRAPPERS[name](module)
+
+    assert all(map(torch.equal, gradients(model), expected))
+    gradients(model)  # warnings fail tests
