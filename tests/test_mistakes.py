@@ -575,6 +575,22 @@ def test_checkpointing_that_was_left_on_is_said_once():
     assert "own checkpointing (switch that off" in hints[0]
 
 
+def test_a_plan_without_an_optimizer_says_what_it_leaves_out():
+    model = mlp()
+    state = autosac.quantities.format_bytes(
+        2 * sum(p.nbytes for p in model.parameters())
+    )
+    options = [
+        torch.optim.SGD(model.parameters()),
+        torch.optim.SGD,
+        lambda parameters: torch.optim.SGD(parameters),
+    ]
+
+    assert f"({state} for AdamW) is not counted" in str(plan(model))
+    for optimizer in options:
+        assert "is not counted" not in str(plan(model, optimizer=optimizer))
+
+
 @pytest.mark.slow
 def test_a_cache_that_was_left_on_is_said_once():
     transformers = pytest.importorskip("transformers")

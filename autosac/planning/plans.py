@@ -23,7 +23,7 @@ from autosac.profiles.fingerprints import (
     first_difference,
     frozen_names,
 )
-from autosac.profiles.mistakes import check_unplanned, hints
+from autosac.profiles.mistakes import check_unplanned, hints, unknown_optimizer
 from autosac.profiles.profile import Profile
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms, share_above
@@ -414,12 +414,12 @@ class Plan(Summarized):
             )
         from autosac.planning import allocator_advice  # like `report`
 
-        yield from (("hint", hint) for hint in hints(traced.units.refused))
-        yield from (("hint", hint) for hint in allocator_advice.lines(self))
+        yield from unknown_optimizer(traced.tape, traced.optimizer)
         one = self.each[0]
         figures = one.budget_bytes, one.recompute_ms, one.step_ms
-        for hint in offload_advice.lines(traced, *figures):
-            yield "hint", hint
+        told = [*hints(traced.units.refused), *allocator_advice.lines(self)]
+        told += offload_advice.lines(traced, *figures)
+        yield from (("hint", hint) for hint in told)
 
     def _why_dear(self, gap: str) -> tuple[str, str]:
         """Of a plan that takes much more time than is proven to be needed."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -10,6 +11,7 @@ from autosac import _compat_distributed
 from autosac.checkpointing import installing
 from autosac.checkpointing.stand_ins import StandIn
 from autosac.errors import ArgumentError
+from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 from autosac.step.tape import Tape
 
@@ -111,6 +113,26 @@ def hints(refused: Mapping[str, str]) -> tuple[str, ...]:
             if setting in why:
                 first.setdefault(setting, f"`{fqn}` cannot be an AC unit: {why}.")
     return tuple(first.values())
+
+
+def unknown_optimizer(tape: Tape, optimizer: str) -> Iterator[tuple[str, str]]:
+    """What a step without an optimizer leaves out, as a row of a plan's summary.
+
+    Args:
+        tape: The step.
+        optimizer: Name of its optimizer; '' for none, or one that is not known.
+    """
+    if optimizer or any(op.phase == "optimizer" for op in tape.ops):
+        return
+    trained = {
+        p.storage: p.itemsize * math.prod(p.shape) for p in tape.parameters if p.trained
+    }
+    if trained:
+        state = format_bytes(2 * sum(trained.values()))
+        yield (
+            "optimizer",
+            f"none was given: what one keeps ({state} for AdamW) is not counted",
+        )
 
 
 def check_options(
