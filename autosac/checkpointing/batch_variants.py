@@ -26,6 +26,7 @@ from autosac.checkpointing.installing import (
     remove,
 )
 from autosac.checkpointing.stand_ins import Places, StandIn
+from autosac.step.arguments import warn
 from autosac.step.batch_signatures import (
     BatchSignature,
     positional_names,
@@ -117,6 +118,21 @@ class Variants:
         self.is_running = self.is_step = False
         self.said: set[str] = set()
         self._opening: _Opening | None = None
+
+    def warn_of_mode(self) -> None:
+        """Warn, once, of a call with gradients in the mode that is not planned."""
+        if "mode" in self.said or not any(plan.op_policies for plan in self.plans):
+            return
+        self.said.add("mode")
+        planned, other = ("train", "eval") if self.training else ("eval", "train")
+        fix = f"Plan with the model in that mode, after `model.{other}()`"
+        if self.training:
+            fix += "; evaluate under `torch.no_grad()`"
+        warn(
+            f"The model is called in {other} mode with gradients, and its plan is for"
+            f" {planned} mode: nothing is recomputed, and the planned peak does not"
+            f" hold. {fix}."
+        )
 
     def open(self, numbers: tuple[int, ...]) -> None:
         """Follow one of some plans; the step's first ops will tell which."""
@@ -239,7 +255,10 @@ class BatchForward(StandIn):
         variants = self.variants
         if thread.is_inside or variants.is_running or self.by_hand:
             return self._forward()(*args, **kwargs)
-        is_step = torch.is_grad_enabled() and self.module.training == variants.training
+        is_planned = self.module.training == variants.training
+        is_step = torch.is_grad_enabled() and is_planned
+        if torch.is_grad_enabled() and not is_planned:
+            variants.warn_of_mode()
         if is_step:
             self.gradients.look(self.module)
             self.begin(args, kwargs)
