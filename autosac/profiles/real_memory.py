@@ -195,7 +195,6 @@ def can_be_measured(step: Step, tape: Tape) -> bool:
         and step.lens is None
         and step.is_present
         and not isinstance(step.optimizer, OptimizerInBackward)
-        and not (step.gradients_in_forward and step.accumulate == 1)
         and not step.learned.num_updates
         and len(tape.ops) <= _MOST_OPS
         and not a_profiler_is_active()
@@ -203,7 +202,10 @@ def can_be_measured(step: Step, tape: Tape) -> bool:
 
 
 def traced(tape: Tape) -> dict[str, Stretch]:
-    """Memory of a tape's stretches: forward with loss, and functions of backward."""
+    """Memory of a tape's stretches: forward with loss, and functions of backward.
+
+    As if gradients that are dropped between them were never there.
+    """
     timeline = Simulator(tape).baseline
     span = tape.num_ticks + 2
     at_start = int(timeline.live_bytes[timeline.keys.searchsorted(0, "right") - 1])
@@ -212,11 +214,21 @@ def traced(tape: Tape) -> dict[str, Stretch]:
         if op.function:
             first, _ = ends.get(op.function, (op.start, 0))
             ends[op.function] = (first, op.end)
+    begun = tape.phases["backward"]
+    last = max((op.end for op in tape.ops if op.start < begun), default=0)
+    dropped_bytes = sum(
+        storage.nbytes
+        for storage in tape.storages
+        if storage.category == "gradient"
+        and storage.born == 0
+        and last <= storage.died <= begun
+    )
     stretches = {}
     for name, (first, last) in ends.items():
         begin = max(0, timeline.keys.searchsorted(first * span, "right") - 1)
         end = timeline.keys.searchsorted(last * span, "right")
         live = timeline.live_bytes[begin : max(end, begin + 1)]
+        live = live + dropped_bytes if name else live
         stretches[name] = Stretch(int(live[0]) - at_start, int(live.max()) - at_start)
     return stretches
 

@@ -110,13 +110,20 @@ def test_what_backward_takes_besides_its_trace_is_counted(name):
     assert peak == pytest.approx(done.baseline_peak_bytes, rel=1e-3, abs=64)
 
 
-def test_a_trace_of_a_plain_model_is_the_real_step_function_by_function():
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_trace_of_a_plain_model_is_the_real_step_function_by_function(has_gradients):
     model = nn.Sequential(
         nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, 8)
     )
-    case = Case(lambda: model, noise, lambda output: output.square().mean())
-    profile = autosac.calibrate(case.profile(), progress=False, real_step=False)
+    profile = autosac.profile(
+        model,
+        noise(),
+        loss_fn=lambda output: output.square().mean(),
+        gradients_in_forward=has_gradients,
+    )
+    profile = autosac.calibrate(profile, progress=False, real_step=False)
 
+    assert real_memory.can_be_measured(profile.step, profile.tape)
     traced, real = real_memory.traced(profile.tape), real_memory.measured(profile.step)
 
     assert len(traced) > 5 and traced.keys() <= real.keys()
