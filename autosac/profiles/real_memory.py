@@ -194,7 +194,6 @@ def can_be_measured(step: Step, tape: Tape) -> bool:
         step.device_type == "cpu"
         and step.lens is None
         and step.is_present
-        and not isinstance(step.optimizer, OptimizerInBackward)
         and not step.learned.num_updates
         and len(tape.ops) <= _MOST_OPS
         and not a_profiler_is_active()
@@ -246,12 +245,13 @@ def _measured(
     step: Step, modules: weakref.WeakSet[torch.nn.Module]
 ) -> dict[str, Stretch]:
     """The same; adds the copies of the modules to a set."""
+    in_backward = isinstance(step.optimizer, OptimizerInBackward)
     with (
         seeded_streams(step.learned.seed),
         no_collections(),
         _compat_dispatch.as_a_step_begins(),
         cpu_events() as recording,  # of the copies, too: some are freed in the step
-        copied(replace(step, optimizer=None), None) as copies,
+        copied(step if in_backward else replace(step, optimizer=None), None) as copies,
     ):
         model, _, args, kwargs, loss_fn, _ = copies
         modules.update(model.modules())
@@ -267,7 +267,8 @@ def _measured(
                 mark=mark,
             )
 
-        for _ in range(step.learned.earlier):
+        # An optimizer in backward makes its state in the first step.
+        for _ in range(max(step.learned.earlier, int(in_backward))):
             run(lambda *_: None)
             model.zero_grad(set_to_none=True)
         give_gradients(model, step.learned)

@@ -110,16 +110,21 @@ def test_what_backward_takes_besides_its_trace_is_counted(name):
     assert peak == pytest.approx(done.baseline_peak_bytes, rel=1e-3, abs=64)
 
 
-@pytest.mark.parametrize("has_gradients", [False, True])
-def test_a_trace_of_a_plain_model_is_the_real_step_function_by_function(has_gradients):
+@pytest.mark.parametrize("kind", ["plain", "gradients in forward", "in backward"])
+def test_a_trace_of_a_plain_model_is_the_real_step_function_by_function(kind):
     model = nn.Sequential(
         nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, 8)
     )
+    optimizer = None
+    if kind == "in backward":
+        parameters = model.parameters()
+        optimizer = autosac.OptimizerInBackward(parameters, torch.optim.AdamW)
     profile = autosac.profile(
         model,
         noise(),
         loss_fn=lambda output: output.square().mean(),
-        gradients_in_forward=has_gradients,
+        optimizer=optimizer,
+        gradients_in_forward=kind == "gradients in forward",
     )
     profile = autosac.calibrate(profile, progress=False, real_step=False)
 
