@@ -14,6 +14,7 @@ _BY_POSITION = (
     inspect.Parameter.POSITIONAL_ONLY,
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
 )
+_USUAL = ("torch.float32", "torch.int64", "torch.bool")  # types that need no word
 _PLAIN = (bool, str)  # what steps branch on; numbers may count steps
 
 
@@ -60,7 +61,7 @@ class BatchSignature:
 
     def __str__(self) -> str:
         texts = [
-            f"{place} {list(shape)}" if _is(kind) else f"{place}={kind}"
+            f"{place} {_type(kind)}{list(shape)}" if _is(kind) else f"{place}={kind}"
             for place, kind, shape in self.leaves
         ]
         text = ", ".join(texts) or "nothing"
@@ -73,6 +74,11 @@ class BatchSignature:
 def _is(kind: str) -> bool:
     """Whether a leaf of this type is a tensor."""
     return kind.startswith("torch.")
+
+
+def _type(kind: str) -> str:
+    """An unusual type of tensors, for people; '' for a usual one."""
+    return "" if kind in _USUAL else f"{kind.removeprefix('torch.')} "
 
 
 def positional_names(model: torch.nn.Module) -> tuple[str, ...]:

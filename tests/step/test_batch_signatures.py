@@ -73,3 +73,10 @@ def test_a_batch_covers_what_is_nowhere_larger():
 def test_it_reads_as_names_and_shapes():
     its_signature = signature(ROWS, mask=ROWS[0], flag=True)
     assert str(its_signature) == "flag=True, mask [8], tokens [4, 8]"
+
+
+def test_batches_that_differ_in_their_type_alone_are_told_apart():
+    rows = torch.zeros(4, 8)
+    texts = [str(signature_of((x,), {}, ("x",))) for x in (rows, rows.double())]
+
+    assert texts == ["x [4, 8]", "x float64 [4, 8]"]
