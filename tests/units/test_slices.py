@@ -122,8 +122,11 @@ def test_in_another_mode_a_sliced_model_runs_plainly():
     events = []
 
     model.eval()
-    with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: events.append(1) or tensor, lambda tensor: tensor
+    with (
+        torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: events.append(1) or tensor, lambda tensor: tensor
+        ),
+        pytest.warns(UserWarning, match="called in eval mode with gradients"),
     ):
         model(rows())
 
