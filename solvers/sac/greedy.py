@@ -6,6 +6,7 @@ A heuristic, and deterministic: it turns what keeps most rows into what keeps al
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +68,29 @@ def likely(table: Table, weights: Floats) -> dict[int, Floats]:
     return shares
 
 
+@dataclass(frozen=True, slots=True)
+class _Reliefs:
+    """Columns that lower a position, each of which is tried once.
+
+    Attributes:
+        columns: The columns, ascending.
+        prices: What each takes per byte, in ms; infinite if it was tried.
+    """
+
+    columns: Ints
+    prices: Floats
+
+    def cheapest(self) -> int | None:
+        """The cheapest column that was not tried; None if all were."""
+        if not len(self.columns):
+            return None
+        place = int(self.prices.argmin())
+        if self.prices[place] == np.inf:
+            return None
+        self.prices[place] = np.inf
+        return int(self.columns[place])
+
+
 class _Search:
     """A choice of points, its live memory, and single moves from it."""
 
@@ -82,29 +106,35 @@ class _Search:
         self._budget = budget_bytes
         self._live: Ints = table.live(table.weights(choice)).astype(np.int64)
         self._allowed = np.isin(table.owner, np.array(sorted(units), dtype=np.int64))
+        self._columns = _columns(table, choice)
         self._rows: dict[int, Ints] = {}  # of peaks: few positions, again and again
 
     def repair(self) -> bool:
         """Cheapest relief at the peak, until the peak is within the budget."""
         banned = ~self._allowed
         has_moved = False  # since columns were banned
+        reliefs = None
         for _ in range(_MOST_TRIES):
-            position = int(self._live.argmax())
-            excess = int(self._live[position]) - self._budget
-            if excess <= 0:
-                return True
-            column = self._best_relief(position, excess, banned)
+            if reliefs is None:
+                position = int(self._live.argmax())
+                excess = int(self._live[position]) - self._budget
+                if excess <= 0:
+                    return True
+                violation = self._violation(self._live)
+                reliefs = self._reliefs(position, excess, banned)
+            column = reliefs.cheapest()
             if column is None and has_moved:
                 banned, has_moved = ~self._allowed, False
-                column = self._best_relief(position, excess, banned)
+                reliefs = self._reliefs(position, excess, banned)
+                column = reliefs.cheapest()
             if column is None:
                 return False
             u = int(self._table.owner[column])
             k = column - self._table.first[u]
             changed = self._live + self._change(u, k)
-            if self._violation(changed) < self._violation(self._live):
+            if self._violation(changed) < violation:
                 self._move(u, k, changed)
-                has_moved = True
+                has_moved, reliefs = True, None
             else:
                 banned[column] = True
         return False
@@ -138,20 +168,21 @@ class _Search:
         """Move a unit to a point or to None; units around or in it are dropped."""
         if k is not None:
             for v in self._table.relatives(u):
-                self.choice[v] = None
+                self.choice[v], self._columns[v] = None, -1
         self.choice[u] = k
+        self._columns[u] = -1 if k is None else self._table.first[u] + k
         self._live = live
 
-    def _best_relief(
+    def _reliefs(
         self, position: int, excess: int, banned: npt.NDArray[np.bool_]
-    ) -> int | None:
-        """Column that lowers a position at the least time per byte."""
+    ) -> _Reliefs:
+        """Columns that lower a position, and their times per byte."""
         table = self._table
         if position not in self._rows:
             self._rows[position] = table.row(position)
         row = self._rows[position]
-        used = np.array([u for u, k in enumerate(self.choice) if k is not None], int)
-        columns = [table.first[u] + (self.choice[u] or 0) for u in used.tolist()]
+        used = np.flatnonzero(self._columns >= 0)
+        columns = self._columns[used]
         of_unit = np.zeros(len(self.choice), dtype=np.int64)
         of_unit[used] = row[columns]
         of_unit_ms = np.zeros(len(self.choice))
@@ -162,11 +193,9 @@ class _Search:
         now_ms = np.bincount(units, of_unit_ms[relatives], len(now))
         relief = now[table.owner] - row
         possible = np.flatnonzero((relief > 0) & ~banned)
-        if not len(possible):
-            return None
         more_ms = table.times[possible] - now_ms[table.owner[possible]]
         price = np.maximum(more_ms, 0.0) / np.minimum(relief[possible], excess)
-        return int(possible[price.argmin()])
+        return _Reliefs(possible, price)
 
     def _violation(self, live: Ints) -> int:
         return int(np.maximum(live - self._budget, 0).sum())
@@ -199,3 +228,10 @@ class _Search:
                 change[slice(*table.holds.alive(index, self.choice))] -= nbytes
                 change[slice(*table.holds.alive(index, after))] += nbytes
         return change
+
+
+def _columns(table: Table, choice: Choice) -> Ints:
+    """Column of each unit's point, -1 for none."""
+    pairs = zip(table.first, choice, strict=False)
+    columns = [-1 if k is None else first + k for first, k in pairs]
+    return np.array(columns, dtype=np.int64)
