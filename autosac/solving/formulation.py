@@ -407,6 +407,7 @@ def _solver_unit(step: _Step, unit: Unit, curve: UnitCurve) -> sac.Unit:
     freed = np.array([-_most_frequent(column) for column in between.T])
     between += freed
     working = np.flatnonzero(changes.any(axis=1))
+    rows = map(tuple, changes[working].tolist())
     return sac.Unit(
         fqn=unit.fqn,
         parent=None,
@@ -428,7 +429,7 @@ def _solver_unit(step: _Step, unit: Unit, curve: UnitCurve) -> sac.Unit:
         ),
         freed_from=freed_from,
         freed_until=freed_until,
-        working=tuple((first + int(q), tuple(changes[q].tolist())) for q in working),
+        working=tuple(zip((first + working).tolist(), rows, strict=True)),
         between=beside_points(curve) if curve.is_selection else (),
         mixed_from_ms=curve.complete_below_ms if curve.is_selection else 0.0,
     )

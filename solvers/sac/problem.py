@@ -90,6 +90,9 @@ class Unit:
                     f"`between` of {self.fqn!r} must have indices below"
                     f" {len(self.points) - 1}, got {between.point}."
                 )
+        sizes = {len(extras) for _, extras in self.working}
+        if sizes <= {len(self.points)}:
+            return
         for position, extras in self.working:
             if len(extras) != len(self.points):
                 raise ValueError(
@@ -170,7 +173,8 @@ class SacProblem:
                     f" and at most {num_positions}, got {unit.freed_from} and"
                     f" {unit.freed_until}."
                 )
-            if any(not 0 <= q < num_positions for q, _ in unit.working):
+            positions = [q for q, _ in unit.working] or [0]
+            if min(positions) < 0 or max(positions) >= num_positions:
                 raise ValueError(
                     f"`working` of {unit.fqn!r} must name positions below"
                     f" {num_positions}."

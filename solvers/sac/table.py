@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,6 @@ class Table:
         self._segments: dict[tuple[int, float], Segments | None] = {}
         self.shapes = [self._numbered(_curve(unit)) for unit in units]
         self._by_column(units)
-        self._by_position(units)
         self.holds = Holds(problem.holds, self.first, self.shapes)
         self._relatives: list[list[int]] | None = None
         self._elsewhere: dict[int, Ints] = {}
@@ -181,26 +181,31 @@ class Table:
 
     def _by_column(self, units: Sequence[Unit]) -> None:
         """Working sets, column by column."""
-        positions, work = [_NONE], [_NONE]
+        positions, work, places = [_NONE], [_NONE], [_NONE]
         counts = [np.zeros(1, dtype=np.int64)]
         for unit in units:
-            places = np.array([q for q, _ in unit.working], dtype=np.int64)
-            extras = np.array([e for _, e in unit.working], dtype=np.int64)
-            by_point = extras.reshape(len(places), len(unit.points)).T
+            own = np.array([q for q, _ in unit.working], dtype=np.int64)
+            extras = chain.from_iterable([e for _, e in unit.working])
+            numbers = np.fromiter(extras, np.int64, len(own) * len(unit.points))
+            by_point = numbers.reshape(len(own), len(unit.points)).T
             columns, rows = by_point.nonzero()
-            positions.append(places[rows])
+            positions.append(own[rows])
             work.append(by_point[columns, rows])
             counts.append(np.bincount(columns, minlength=len(unit.points)))
+            places.append(own)
         self._work_first = np.cumsum(np.concatenate(counts)).tolist()
         self._work_at = np.concatenate(positions)
         self._work = np.concatenate(work)
+        self._by_position(places[1:])
 
-    def _by_position(self, units: Sequence[Unit]) -> None:
-        """Units that work at each position, and what they add there."""
-        self._working: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
-        for u, unit in enumerate(units):
-            for position, added in _added_up(unit).items():
-                self._working.setdefault(position, []).append((u, added))
+    def _by_position(self, places: Sequence[Ints]) -> None:
+        """Which units work at each position: in the order of positions, then units."""
+        sizes = [len(own) for own in places]
+        joined = np.concatenate([_NONE, *places])
+        order = np.argsort(joined, kind="stable")
+        self._places = joined[order]
+        self._place_units = np.repeat(np.arange(len(sizes)), sizes)[order]
+        self._place_rows = order - np.cumsum([0, *sizes])[self._place_units]
         self._numbered_workers: dict[int, list[tuple[int, int, Ints]]] = {}
 
     def _workers(self, position: int) -> list[tuple[int, int, Ints]]:
@@ -208,9 +213,24 @@ class Table:
         if position not in self._numbered_workers:
             self._numbered_workers[position] = [
                 (u, self._numbered(added), np.array(added, np.int64))
-                for u, added in self._working.get(position, ())
+                for u, added in self._work_there(position).items()
             ]
         return self._numbered_workers[position]
+
+    def _work_there(self, position: int) -> dict[int, tuple[int, ...]]:
+        """Working sets at a position by unit; a unit may name it twice."""
+        low, high = self._places.searchsorted([position, position + 1])
+        by_unit: dict[int, tuple[int, ...]] = {}
+        for u, row in zip(
+            self._place_units[low:high].tolist(),
+            self._place_rows[low:high].tolist(),
+            strict=True,
+        ):
+            extras = self.problem.units[u].working[row][1]
+            if u in by_unit:
+                extras = tuple(map(int.__add__, by_unit[u], extras))
+            by_unit[u] = extras
+        return by_unit
 
 
 _NONE = np.zeros(0, dtype=np.int64)
@@ -218,17 +238,6 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 def _curve(unit: Unit) -> object:
     return (unit.points, unit.between, unit.mixed_from_ms)
-
-
-def _added_up(unit: Unit) -> dict[int, tuple[int, ...]]:
-    """Working set by position; a position may be named twice."""
-    by_position: dict[int, tuple[int, ...]] = {}
-    for position, extras in unit.working:
-        before = by_position.get(position)
-        if before is not None:
-            extras = tuple(map(int.__add__, before, extras))
-        by_position[position] = extras
-    return by_position
 
 
 def _parents_first(parents: Sequence[int]) -> list[int]:
