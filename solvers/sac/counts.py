@@ -33,6 +33,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from itertools import pairwise
 
 import numpy as np
 import pulp
@@ -40,7 +41,7 @@ import pulp
 from ..milp import pulp_models
 from .classes import Classes, Part
 from .held_counts import Between, HeldCounts, shares_of
-from .holds import Numbers
+from .point_variables import PointVariables
 from .segments import least_on_hull
 from .table import Floats, Table
 
@@ -125,6 +126,9 @@ class CountModel:
                     (z, time_ms * self.scale) for z, time_ms in self._timed()
                 )
             )
+        self._variables = PointVariables(
+            table, classes, self.unit_counts, self.point_counts, self._between
+        )
         self._held = HeldCounts(
             self.model,
             table,
@@ -380,12 +384,6 @@ class CountModel:
             return math.inf
         return self._table.problem.units[u].mixed_from_ms
 
-    def _between_two(self, values: Numbers, column: int, share: float) -> float:
-        """Value at a share of the way from a column to the next one."""
-        if not share:
-            return float(values[column])
-        return float(values[column] * (1.0 - share) + values[column + 1] * share)
-
     def _timed(self) -> Iterator[tuple[pulp.LpVariable, float]]:
         for column, z in self.point_counts.items():
             yield z, float(self._table.times[column])
@@ -404,16 +402,10 @@ class CountModel:
 
     def _add_row(self, position: int) -> pulp.LpConstraint:
         """Row (3)."""
-        added = self._table.row(position)
-        terms = [
-            (z, float(added[column]) / MIB)
-            for column, z in self.point_counts.items()
-            if added[column]
-        ]
-        terms += [
-            (b, self._between_two(added, column, share) / MIB)
-            for b, column, share, _ in self._between
-        ]
+        added = self._variables.added(self._table.row(position)) / MIB
+        is_used = added != 0.0
+        is_used[len(self.point_counts) :] = True
+        terms = self._variables.terms(np.flatnonzero(is_used), added)
         terms += [
             (held, added_bytes / MIB) for held, added_bytes in self._held.at(position)
         ]
@@ -433,23 +425,23 @@ class CountModel:
         added, elsewhere = table.row(position), table.elsewhere(position)
         spare = budget_bytes - int(table.base[position])
         spare -= sum(min(h.added_bytes, 0) for h in table.holds.at(position))
-        terms: dict[int, list[tuple[pulp.LpVariable, float]]] = {}
-        for column, z in self.point_counts.items():
-            own = terms.setdefault(int(table.owner[column]), [])
-            own.append((z, float(added[column])))
-        for b, column, share, _ in self._between:
-            own = terms.setdefault(int(table.owner[column]), [])
-            own.append((b, self._between_two(added, column, share)))
+        own, places = self._variables.added(added), self._variables.places
+        most = float(spare) + self._variables.most(elsewhere)
+        binds = np.zeros(len(most), dtype=bool)
+        binds[places[own > most[places]]] = True
+        used = np.flatnonzero(binds[places] & (own != 0.0))
+        used = used[np.argsort(places[used], kind="stable")]
+        binding = np.flatnonzero(binds)
+        stops = places[used].searchsorted(binding, side="right").tolist()
+        counts = list(self.unit_counts.values())
         limits = []
-        for c, y in self.unit_counts.items():
-            members = self.classes.members[c]
-            most = float(spare + elsewhere[list(members)].max())
-            own = terms[members[0]]
-            if any(nbytes > most for _, nbytes in own):
-                row = [(v, nbytes / MIB) for v, nbytes in own if nbytes]
-                constraint = pulp_models.row([*row, (y, -most / MIB)]) <= 0
-                self.model += constraint
-                limits.append((constraint, y))
+        parts = pairwise([0, *stops])
+        for place, part in zip(binding.tolist(), parts, strict=True):
+            row = self._variables.terms(used[slice(*part)], own / MIB)
+            row.append((counts[place], -float(most[place]) / MIB))
+            constraint = pulp_models.row(row) <= 0
+            self.model += constraint
+            limits.append((constraint, counts[place]))
         return limits
 
 
