@@ -293,6 +293,13 @@ class Simulator:
 
         0 for none.
         """
+        return self._block_bytes(chosen) if chosen else self._plain_block_bytes
+
+    @cached_property
+    def _plain_block_bytes(self) -> IntArray:
+        return self._block_bytes({})
+
+    def _block_bytes(self, chosen: Mapping[Unit, Policy]) -> IntArray:
         first_work = len(self.tape.storages)
         sizes = block_bytes(self.ledger(chosen), self._first_step, self.settings)
         num_copies = sum(len(effect.copies) for effect in self._effects_of(chosen))
@@ -322,7 +329,7 @@ class Simulator:
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
     ) -> int:
         """Peak of a step in which the chosen units run under policies."""
-        return self.timeline(chosen, workspaces=workspaces).peak_bytes
+        return self.ledger(chosen, workspaces=workspaces).peak_bytes
 
     @cached_property
     def baseline(self) -> Timeline:

@@ -62,11 +62,9 @@ def spend_slack(
             break
         _, move, key, unit = max(moves, key=lambda entry: entry[0])
         changed = {**chosen, unit: move.policy}
-        changed_peak = simulator.peak_bytes(changed) + added_bytes
-        if changed_peak <= budget_bytes:
-            changed_peak = simulator.true_peak_bytes(changed)
-        if changed_peak <= budget_bytes:
-            chosen, peak_bytes = changed, changed_peak
+        may_fit = simulator.peak_bytes(changed) + added_bytes <= budget_bytes
+        if may_fit and simulator.fits(changed, budget_bytes):
+            chosen, peak_bytes = changed, simulator.true_peak_bytes(changed)
             refused[key[0], move.policy] = refused.pop(key, -1)
         else:
             refused[key] = move.point

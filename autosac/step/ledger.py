@@ -81,6 +81,15 @@ class Ledger:
         last = np.append(keys[1:] != keys[:-1], True)
         return Timeline(keys=keys[last], live_bytes=live[last])
 
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at one instant, as `timeline` has it, in less time."""
+        # What dies at an instant comes first: no sum within it is above both its ends.
+        keys = np.concatenate([self.died, self.born])
+        change = np.concatenate([-self.nbytes, self.nbytes])
+        live = np.cumsum(change[np.argsort(keys, kind="stable")])
+        return int(live.max()) + self.constant_bytes
+
     def by_stream(self) -> list[Ledger]:
         """What is made in each stream, whose free memory no other one gets."""
         if self.stream is None:

@@ -18,3 +18,18 @@ def test_what_is_made_in_each_stream_adds_up_to_all():
     assert whole.timeline().peak_bytes == 5 + 40 + 80
     alone = Ledger(born=born, died=died, nbytes=nbytes)
     assert alone.by_stream() == [alone]
+
+
+def test_peak_is_that_of_the_timeline_whatever_happens_at_one_instant():
+    draws = np.random.default_rng(0)
+    for size in (1, 2, 3, 40, 400):
+        # Few instants: many entries come and go at the same one, some at once.
+        born, lasts = draws.integers(-2, 8, size), draws.integers(0, 6, size)
+        ledger = Ledger(
+            born=born,
+            died=born + lasts,
+            nbytes=draws.integers(0, 9, size),
+            constant_bytes=int(draws.integers(0, 3)),
+        )
+
+        assert ledger.peak_bytes == ledger.timeline().peak_bytes
