@@ -107,7 +107,6 @@ class _Search:
         self._live: Ints = table.live(table.weights(choice)).astype(np.int64)
         self._allowed = np.isin(table.owner, np.array(sorted(units), dtype=np.int64))
         self._columns = _columns(table, choice)
-        self._rows: dict[int, Ints] = {}  # of peaks: few positions, again and again
 
     def repair(self) -> bool:
         """Cheapest relief at the peak, until the peak is within the budget."""
@@ -178,9 +177,7 @@ class _Search:
     ) -> _Reliefs:
         """Columns that lower a position, and their times per byte."""
         table = self._table
-        if position not in self._rows:
-            self._rows[position] = table.row(position)
-        row = self._rows[position]
+        row = table.row(position)
         used = np.flatnonzero(self._columns >= 0)
         columns = self._columns[used]
         of_unit = np.zeros(len(self.choice), dtype=np.int64)

@@ -62,6 +62,7 @@ class Table:
         self._by_column(units)
         self.holds = Holds(problem.holds, self.first, self.shapes)
         self._relatives: list[list[int]] | None = None
+        self._rows: dict[int, Ints] = {}  # of few positions, again and again
         self._elsewhere: dict[int, Ints] = {}
 
     def raised(self, added_bytes: Ints) -> Table:
@@ -92,7 +93,13 @@ class Table:
         return live
 
     def row(self, position: int) -> Ints:
-        """What each column adds to the live memory at a position."""
+        """What each column adds to the live memory at a position; not to be changed."""
+        if position not in self._rows:
+            self._rows[position] = self._row(position)
+            self._rows[position].setflags(write=False)
+        return self._rows[position]
+
+    def _row(self, position: int) -> Ints:
         covers = (self.froms <= position) & (position < self.untils)
         added = np.where(covers[self.owner], -self.freed, 0)
         for u, _, extras in self._workers(position):
