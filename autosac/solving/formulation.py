@@ -407,7 +407,7 @@ def _solver_unit(step: _Step, unit: Unit, curve: UnitCurve) -> sac.Unit:
     freed = np.array([-_most_frequent(column) for column in between.T])
     between += freed
     working = np.flatnonzero(changes.any(axis=1))
-    rows = map(tuple, changes[working].tolist())
+    extras = _rows_once_each(changes[working])
     return sac.Unit(
         fqn=unit.fqn,
         parent=None,
@@ -429,10 +429,18 @@ def _solver_unit(step: _Step, unit: Unit, curve: UnitCurve) -> sac.Unit:
         ),
         freed_from=freed_from,
         freed_until=freed_until,
-        working=tuple(zip((first + working).tolist(), rows, strict=True)),
+        working=tuple(zip((first + working).tolist(), extras, strict=True)),
         between=beside_points(curve) if curve.is_selection else (),
         mixed_from_ms=curve.complete_below_ms if curve.is_selection else 0.0,
     )
+
+
+def _rows_once_each(table: IntArray) -> list[tuple[int, ...]]:
+    """Rows as tuples: one of all that follow each other and are equal."""
+    is_new = (np.diff(table, axis=0, prepend=0) != 0).any(axis=1)
+    is_new[:1] = True
+    rows = [tuple(row) for row in table[is_new].tolist()]
+    return [rows[i] for i in (np.cumsum(is_new) - 1).tolist()]
 
 
 def _by_position(

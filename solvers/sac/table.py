@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import cached_property
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -192,9 +191,7 @@ class Table:
         counts = [np.zeros(1, dtype=np.int64)]
         for unit in units:
             own = np.array([q for q, _ in unit.working], dtype=np.int64)
-            extras = chain.from_iterable([e for _, e in unit.working])
-            numbers = np.fromiter(extras, np.int64, len(own) * len(unit.points))
-            by_point = numbers.reshape(len(own), len(unit.points)).T
+            by_point = _extras(unit).T
             columns, rows = by_point.nonzero()
             positions.append(own[rows])
             work.append(by_point[columns, rows])
@@ -245,6 +242,17 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 def _curve(unit: Unit) -> object:
     return (unit.points, unit.between, unit.mixed_from_ms)
+
+
+def _extras(unit: Unit) -> Ints:
+    """Working set of a unit, position by position, which are often the same object."""
+    extras = [e for _, e in unit.working]
+    ids = np.fromiter(map(id, extras), np.int64, len(extras))
+    is_new = np.append(True, ids[1:] != ids[:-1])[: len(extras)]
+    firsts = np.flatnonzero(is_new)
+    rows = [extras[i] for i in firsts.tolist()]
+    distinct = np.array(rows, np.int64).reshape(len(rows), len(unit.points))
+    return np.repeat(distinct, np.diff(firsts, append=len(extras)), axis=0)
 
 
 def _parents_first(parents: Sequence[int]) -> list[int]:
