@@ -259,7 +259,11 @@ def test_slack_is_spent_although_most_points_of_a_unit_break_the_budget(monkeypa
         fits = points.index(choice[unit]) >= fastest_that_fits
         return 0 if fits else 2**50
 
-    simulator = SimpleNamespace(peak_bytes=peak_bytes, true_peak_bytes=peak_bytes)
+    simulator = SimpleNamespace(
+        peak_bytes=peak_bytes,
+        true_peak_bytes=peak_bytes,
+        fits=lambda choice, budget_bytes: peak_bytes(choice) <= budget_bytes,
+    )
     assert len(points) > 16
 
     spent = slack.spend_slack(simulator, formulation, {unit: points[-1]}, 2**49)
