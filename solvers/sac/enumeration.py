@@ -78,9 +78,10 @@ class Enumeration:
         self.nodes_left = MOST_NODES
         complete = (table.problem.units[u].mixed_from_ms for u in self.mixed)
         self.complete_below_ms = min(complete, default=math.inf)
-        self.over = np.flatnonzero(table.base > budget_bytes)
-        stride = -(-len(self.over) // _MOST_ROWS) or 1
-        rows = [int(table.base.argmax()), *self.over[::stride].tolist()]
+        self._is_over = table.base > budget_bytes
+        over = np.flatnonzero(self._is_over)
+        stride = -(-len(over) // _MOST_ROWS) or 1
+        rows = [int(table.base.argmax()), *over[::stride].tolist()]
         self.changes = np.stack([table.row(q) for q in rows], axis=1)
         excess = table.base[rows] - budget_bytes
         for place, q in enumerate(rows):  # holds that take away: all of them may
@@ -120,10 +121,8 @@ class Enumeration:
         start, stop = int(table.froms[u]), int(table.untils[u])
         if table.times[column] >= _LEAST_MS:
             return bool((work < 0).any() or (table.freed[column] > 0 and start < stop))
-        frees_over = table.freed[column] > 0 and (
-            np.searchsorted(self.over, start) < np.searchsorted(self.over, stop)
-        )
-        return bool(frees_over or np.isin(places[work < 0], self.over).any())
+        frees_over = table.freed[column] > 0 and self._is_over[start:stop].any()
+        return bool(frees_over or self._is_over[places[work < 0]].any())
 
     def keeps_budget(self, parts: Collection[Part]) -> bool:
         """Whether a choice does at all positions; with mixtures, within a tolerance."""
