@@ -26,6 +26,9 @@ _FAR_BELOW = -(2.0**60)  # any peak in bytes
 class LeastPeak(RowSearch):
     """Searches the choice of least peak; times are of no account."""
 
+    more_if_wide = 1.5  # less for the first MILPs: they have too few rows
+    more_rounds_if_wide = 4.0
+
     def run(self, known: Iterable[Choice] = ()) -> Termination:
         """Search the choice of least peak; `bound` is in bytes.
 

@@ -29,9 +29,6 @@ NOISE = 1e-9  # of an objective: rounding, far below any gap that is asked for
 _NEW_ROWS = 3  # at a time: every row splits classes
 _MOST_APART = 32  # units: branching on many that are alike takes minutes
 _MOST_WORK = 7_000_000  # of all MILPs together, see `pulp_runner.run`: a second or two
-# Where the gap is wide (`highs_runner.WIDE_GAP`) a MILP may do so many times that work,
-_MORE_IF_WIDE = 1.5
-_MORE_ROUNDS_IF_WIDE = 1.5  # and all of them so many times
 _COARSER = 4.0  # and segments of points are so many times coarser if it has
 _MANY_INTEGERS = 1200
 _MOST_INTEGERS = 400  # of a MILP: larger ones take seconds and find little
@@ -61,7 +58,13 @@ class RowSearch:
         bound: Proven lower bound, in ms, or bytes for the least peak.
         choice: Best choice so far.
         work: Of its MILPs so far, see `pulp_runner.run`.
+        more_if_wide: Where the gap is wide (`highs_runner.WIDE_GAP`), a MILP may do so
+            many times the work that was asked for,
+        more_rounds_if_wide: and all of them so many times.
     """
+
+    more_if_wide = 2.5  # what stops at less is often some rows from the optimum
+    more_rounds_if_wide = 2.5
 
     def __init__(
         self,
@@ -150,7 +153,7 @@ class RowSearch:
             backend=self._backend,
             time_limit_s=left,
             work_limit=None if relaxed else max(0, self._left()),
-            more_if_wide=_MORE_IF_WIDE,
+            more_if_wide=self.more_if_wide,
             relative_gap=self._gap,
             relaxed=relaxed,
             again=again,
@@ -243,7 +246,7 @@ class RowSearch:
     def _left(self) -> int:
         """Work that may still be done: more of it where the gap is wide."""
         is_wide = self._best - self.bound > highs_runner.WIDE_GAP * self._best
-        more = _MORE_ROUNDS_IF_WIDE if is_wide or not self._has_best else 1.0
+        more = self.more_rounds_if_wide if is_wide or not self._has_best else 1.0
         return int(more * self._most_work) - self.work
 
     def _is_too_large(self, model: CountModel) -> bool:

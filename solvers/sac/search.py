@@ -29,7 +29,8 @@ _FIRST_GAP = 5e-3  # that is proven before a smaller one is tried
 _FIRST_SHARE = 1e-3  # above the bound: dearer columns are left out at first,
 _WIDER = 4.0  # and then fewer of them
 _NARROW = 0.02  # likewise, where points are mixed,
-_LESS_NARROW = 1.5  # and then so many times as much
+_LESS_NARROW = 1.5  # and then so many times as much,
+_MUCH_LESS = 2.25  # or so many if nothing lies below it
 _RISE = 1e-4  # of a relaxation that new rows are worth,
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 64  # as a share of it
@@ -295,7 +296,8 @@ class Search(RowSearch):
             if outcome.termination.has_incumbent:
                 self._offer_mixture(budget_bytes, weights)
             if outcome.termination in _PROVEN and self.bound >= limit_ms < most_ms:
-                share *= _LESS_NARROW
+                is_empty = outcome.termination is Termination.INFEASIBLE
+                share *= _MUCH_LESS if is_empty else _LESS_NARROW
                 continue
             if not outcome.termination.has_incumbent:
                 return False
