@@ -82,13 +82,13 @@ class OneByOne:
                 self.bound_ms = max(start_ms, min(ms, best_ms))
             if not parts:
                 continue
+            if not self.enumeration.keeps_budget(parts):
+                continue
             if not self.looks_left:
                 break
             self.looks_left -= 1
             choice = self._decode(parts)
             if self.simulator.peak_bytes(choice) > self.budget_bytes:
-                continue
-            if not self.enumeration.keeps_budget(parts):
                 continue
             if self.simulator.takes_replay(choice):
                 if not self.replays_left:
