@@ -18,9 +18,10 @@ from autosac.solvers import sac
 from autosac.solving.formulation import Formulation
 from autosac.solving.rules_of_thumb import Choice
 
-_MOST_LOOKED_AT = 2000  # choices, some tenths of a millisecond each
+_MOST_HELD_AGAINST = 10_000  # choices held against all rows, a tenth of a ms each
+_MOST_LOOKED_AT = 2000  # of those that keep them, some tenths of a millisecond each
 _MOST_REPLAYS = 400
-_MOST_BLOCKS = 300_000  # of an allocator in all of these: a second
+_MOST_BLOCKS = 400_000  # of an allocator in all of these: a second
 _FEWEST_REPLAYS = 16  # of a long step: where they are dear, few prove nothing
 _FIRST_SHARE = 1 / 32  # above the bound, at first
 
@@ -37,7 +38,8 @@ class OneByOne:
         relative_gap: How near to the best known choice none is of interest.
         bound_ms: No choice that fits takes less.
         replays_left: How many choices may still be replayed,
-        looks_left: and how many be looked at.
+        looks_left: how many be looked at that keep all rows,
+        checks_left: and how many be held against these.
     """
 
     simulator: Simulator
@@ -48,6 +50,7 @@ class OneByOne:
     bound_ms: float = 0.0
     replays_left: int = 0
     looks_left: int = _MOST_LOOKED_AT
+    checks_left: int = _MOST_HELD_AGAINST
     _most_ms: float = math.inf  # there are too many that take less
 
     def __post_init__(self) -> None:
@@ -66,8 +69,11 @@ class OneByOne:
         if self.replays_left < _FEWEST_REPLAYS:
             return None
         best: Choice | None = None
+        spared = self.replays_left // 2  # for the others, which prove more
+        self.replays_left -= spared
         for is_minimal in (True, False):
             self.enumeration.nodes_left = sac.MOST_NODES
+            self.replays_left += 0 if is_minimal else spared
             fitting = self._first_fitting(best_ms, is_minimal=is_minimal)
             if fitting is not None:
                 best_ms, best = fitting
@@ -82,10 +88,11 @@ class OneByOne:
                 self.bound_ms = max(start_ms, min(ms, best_ms))
             if not parts:
                 continue
+            if not self.checks_left or not self.looks_left:
+                break
+            self.checks_left -= 1
             if not self.enumeration.keeps_budget(parts):
                 continue
-            if not self.looks_left:
-                break
             self.looks_left -= 1
             choice = self._decode(parts)
             if self.simulator.peak_bytes(choice) > self.budget_bytes:

@@ -23,7 +23,7 @@ from .rows import TOLERANCE_BYTES
 from .surrogate import behind_of
 from .table import Floats, Table
 
-MOST_NODES = 40_000  # of all enumerations of a kind, some 10 us each
+MOST_NODES = 70_000  # of all enumerations of a kind, some 10 us each
 _MOST_ROWS = 256  # of those above the budget
 _MOST_ENDING = 16  # of these, by which branches end
 _CELLS = 128  # of the grid of times
