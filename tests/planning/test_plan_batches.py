@@ -79,9 +79,18 @@ ACT = st.one_of(
 )
 
 
-# Hypothesis draws batches that no plan is for: these are warned of.
+# Hypothesis draws batches that no plan is for, gradients that add up, and evaluation
+# with gradients: these are warned of.
+WARNED = (
+    "ignore:A batch with",
+    "ignore:AC unit",
+    "ignore:Gradients of an earlier",
+    "ignore:The model is called in eval",
+)
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A batch with", "ignore:AC unit")
+@pytest.mark.filterwarnings(*WARNED)
 @settings(
     max_examples=15,
     deadline=None,
@@ -95,7 +104,7 @@ def test_any_training_is_the_plain_one_bit_by_bit(plan, acts):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:A batch with", "ignore:AC unit")
+@pytest.mark.filterwarnings(*WARNED)
 @settings(max_examples=15, deadline=None)
 @given(
     seed=st.integers(0, 2**16),

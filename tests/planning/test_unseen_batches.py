@@ -71,6 +71,7 @@ def test_a_larger_batch_is_not_recomputed_where_the_budget_is_ample():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Gradients of an earlier")
 def test_replanning_keeps_the_budget_and_disturbs_nothing():
     cheapest = autosac.plan(
         make_model(),
