@@ -132,6 +132,7 @@ class Policies:
     signatures: tuple
     opening: tuple
     offload_dir: None = None
+    finds_gradients: bool = False
 
 
 @pytest.fixture(scope="module")
