@@ -168,7 +168,7 @@ class Chooser(StepModel):
         """Search with another MILP for what is cheaper than the choice of a search."""
         other = Search(chooser, search.budget_bytes, search.options, None)
         other.work_left = most_work
-        other.mends_left = most_mends
+        other.mends_left, other.asks_floor = most_mends, False
         other.offer(search.choice)
         other.run()
         search.offer(other.choice)

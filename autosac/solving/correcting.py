@@ -56,6 +56,8 @@ class Search:
         work_left: Of all MILPs that are still to be solved.
         descends: Whether an allocator may add to choices, so that it pays to lower one
             that breaks the budget.
+        asks_floor: Whether rows come down where the MILP's least peak is above the
+            budget: it takes a MILP to know that.
     """
 
     chooser: StepModel
@@ -68,6 +70,7 @@ class Search:
     mends_left: int = _MOST_MENDS
     work_left: int = MOST_WORK
     descends: bool = False
+    asks_floor: bool = True
     _breaking_ms: float = 0.0
     _breaking: Choice | None = None  # the last that broke the budget
     _descended_from: Choice | None = None  # the same when its peak was lowered,
@@ -252,7 +255,7 @@ class Search:
         if solution.chosen is None:
             if self.is_settled():
                 return None
-            if not raised.any() and not self._is_feasible:
+            if self.asks_floor and not raised.any() and not self._is_feasible:
                 floor = self.chooser.predicted_floor(self.options.backend)
                 if floor.peak_bytes > self.budget_bytes:
                     # The MILP sees more memory than there is: what it can meet.
