@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 
-import numpy as np
-
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
+from autosac.step.ledger import Ledger
 from autosac.step.tape import Tape
 from autosac.tracing.recorder import Recorder
 
@@ -33,7 +32,8 @@ def warn_of_cycles(recorder: Recorder, tape: Tape, left: set[int]) -> None:
         num_passes += 1
     freed = sorted(i for i in indices.values() if recorder.died[i] is not None)
     num_bytes = sum(recorder.nbytes[index] for index in freed)
-    if num_bytes <= _NEAR * _peak_bytes(tape):
+    plain = Ledger(born=tape.born, died=tape.freed, nbytes=tape.nbytes)
+    if num_bytes <= _NEAR * plain.peak_bytes:
         return
     largest = max(freed, key=recorder.nbytes.__getitem__)
     made_by = next((op for op in recorder.ops if largest in op.creates), None)
@@ -54,11 +54,3 @@ def warn_of_cycles(recorder: Recorder, tape: Tape, left: set[int]) -> None:
         f" these in `backward`; where that is not it, call `gc.collect()`{times} after"
         " each step."
     )
-
-
-def _peak_bytes(tape: Tape) -> int:
-    """Most bytes that a plain step keeps alive at once, without workspaces."""
-    changes = np.zeros(tape.num_ticks + 2, dtype=np.int64)
-    np.add.at(changes, tape.born, tape.nbytes)
-    np.add.at(changes, tape.freed, -tape.nbytes)
-    return int(changes.cumsum().max())
