@@ -270,6 +270,8 @@ class BatchForward(StandIn):
         finally:
             variants.is_running = variants.is_step = False
             variants.close()
+            if is_step:
+                self.places.outline.renew()
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins: follow the plan for its batch.

@@ -418,12 +418,17 @@ class CountedForward(StandIn):
         self.places = Places(module, {m for m in module.modules() if _is_put(m)})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not thread.is_inside:
-            self.step.calls.clear()
-            if torch.is_grad_enabled():
-                compiled_parts.check(self.module)
-                self.places.check()
-        return self.__wrapped__(*args, **kwargs)
+        if thread.is_inside:
+            return self.__wrapped__(*args, **kwargs)
+        self.step.calls.clear()
+        is_step = torch.is_grad_enabled()
+        if is_step:
+            compiled_parts.check(self.module)
+            self.places.check()
+        output = self.__wrapped__(*args, **kwargs)
+        if is_step:
+            self.places.outline.renew()
+        return output
 
 
 def install(

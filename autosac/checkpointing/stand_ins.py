@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from autosac.checkpointing.changed_models import Outline
+
 _MOST_PARTS = 1000  # of what took the place of a stand-in, looked at for it
 
 
@@ -53,7 +55,7 @@ _Place = tuple[torch.nn.Module, str, torch.nn.Module, str]  # parent, name, modu
 
 
 class Places:
-    """Where modules of a model are, and those that they lie in.
+    """Where modules of a model are, those that they lie in, and all others.
 
     Args:
         model: The model.
@@ -66,14 +68,17 @@ class Places:
         self.places = list(_places(model, modules))
         own = ((fqn, module, _forward(module)) for *_, module, fqn in self.places)
         self.forwards = [(fqn, m, f) for fqn, m, f in own if isinstance(f, StandIn)]
+        self.outline = Outline(model)
 
     def check(self) -> None:
-        """Warn, once, if one of them was replaced, or its ``forward``."""
+        """Warn, once, of what changed in the model since the last step."""
         for parent, name, module, fqn in self.places:
             if parent._modules.get(name) is not module:
                 warn_of_replaced(f"`{fqn}`")
                 self.places, self.forwards = [], []
+                self.outline.renew()
                 return
+        self.outline.check()
         for index, (fqn, module, stand_in) in enumerate(self.forwards):
             if _forward(module) is stand_in:
                 continue

@@ -1,0 +1,135 @@
+"""What comes into a model, or changes in it, after a plan was applied."""
+
+import copy
+
+import pytest
+import torch
+
+import autosac
+
+WIDTH = 32
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Blocks(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(3))
+        self.head = torch.nn.Linear(WIDTH, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class MakesParts(Blocks):
+    """Makes a module and a buffer in its first forward pass, another in each."""
+
+    def forward(self, x):
+        if not hasattr(self, "table"):
+            self.register_buffer("table", torch.ones(WIDTH))
+            self.first = torch.nn.GELU()
+        self.latest = torch.nn.GELU()
+        return super().forward(self.first(self.latest(x * self.table)))
+
+
+def adds_block(model):
+    model.layers.append(Block())
+
+
+def adds_parts_to_head(model):
+    model.head = torch.nn.Sequential(model.head, torch.nn.Linear(8, 8))
+
+
+def makes_head_larger(model):
+    model.head = torch.nn.Linear(WIDTH, 800)
+
+
+def makes_weight_larger(model):
+    model.head.weight.data = torch.ones(800, WIDTH)
+    model.head.bias.data = torch.ones(800)
+
+
+def adds_buffer(model):
+    model.head.register_buffer("large", torch.ones(10_000))
+
+
+def replaces_like_by_like(model):
+    model.head = torch.nn.Linear(WIDTH, 8)
+
+
+def shares_weight(model):
+    model.layers[0].up.weight = model.layers[1].up.weight
+
+
+def gradients(model):
+    model.zero_grad()
+    x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+    model(x).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def planned(kind=Blocks):
+    torch.manual_seed(0)
+    model = kind()
+    profile = autosac.profile(
+        model, torch.randn(64, WIDTH), loss_fn=lambda x: x.square().sum()
+    )
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    assert plan.policy
+    return plan, model
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (adds_block, r"`layers\.3` was added"),
+        (adds_parts_to_head, "`head` was replaced"),
+        (makes_head_larger, "`head` was replaced"),
+        (makes_weight_larger, "`head` got other parameters or buffers"),
+        (adds_buffer, "`head` got other parameters or buffers"),
+    ],
+)
+def test_what_a_plan_does_not_know_is_said_once_and_is_trained_as_without(change, what):
+    plan, model = planned()
+    other = copy.deepcopy(model)
+    plan.apply(model)
+    gradients(model)
+    for one in (model, other):
+        torch.manual_seed(2)
+        change(one)
+    with torch.no_grad():
+        model(torch.randn(64, WIDTH))  # not in a step that nobody plans
+    with pytest.warns(UserWarning, match=f"{what} after a plan"):
+        observed = gradients(model)
+
+    assert all(map(torch.equal, observed, gradients(other)))
+    gradients(model)  # warnings fail tests
+
+
+@pytest.mark.parametrize("change", [replaces_like_by_like, shares_weight])
+def test_what_changes_no_size_is_not_said(change):
+    plan, model = planned()
+    plan.apply(model)
+    change(model)
+
+    gradients(model)  # warnings fail tests
+
+
+def test_copies_and_what_forward_makes_are_not_said():
+    plan, model = planned(MakesParts)
+    plan.apply(model)
+    gradients(model)
+    gradients(model)
+
+    gradients(copy.deepcopy(model))  # warnings fail tests
