@@ -107,7 +107,8 @@ def profile(
         gradients_in_forward: Whether ``zero_grad`` is called between forward and
             backward, so that the gradients of the step before are alive in forward.
         keeps_gradients: Whether gradients are there all the time, set to zero in place
-            (``zero_grad(set_to_none=False)``) or never.
+            (``zero_grad(set_to_none=False)``, before forward or between forward and
+            backward) or never.
         allocator: How the program uses PyTorch's allocator on a GPU, if that is not at
             its defaults.
         exclude: FQNs of modules that must not be AC units.

@@ -222,6 +222,7 @@ def training_step(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
+    keeps_gradients: bool = False,
 ) -> torch.Tensor:
     """Run one training step and return the detached loss of its last micro-step.
 
@@ -238,13 +239,14 @@ def training_step(
             loss of each is divided by it.
         clip_grad_norm: Largest norm of all gradients together, or None.
         gradients_in_forward: Gradients that the caller left are dropped after the
-            first forward.
+            first forward,
+        keeps_gradients: or set to zero in place there, if this is true as well.
     """
     check_optimizer(optimizer, accumulate, clip_grad_norm)
 
     def drop_gradients(phase: str, loss: torch.Tensor | None = None) -> None:
         if phase == "backward":
-            model.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=not keeps_gradients)
 
     def one_micro_step(mark: Marker) -> torch.Tensor:
         return micro_step(

@@ -455,6 +455,7 @@ def _train(
                 accumulate=step.accumulate,
                 clip_grad_norm=step.clip_grad_norm,
                 gradients_in_forward=step.gradients_in_forward,
+                keeps_gradients=step.keeps_gradients,
             )
         except (AutosacError, torch.OutOfMemoryError):
             raise

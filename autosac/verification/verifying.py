@@ -298,6 +298,7 @@ class _Run:
                 accumulate=self.recipe.accumulate,
                 clip_grad_norm=self.recipe.clip_grad_norm,
                 gradients_in_forward=self.recipe.gradients_in_forward,
+                keeps_gradients=self.recipe.keeps_gradients,
             )
         except (AutosacError, torch.OutOfMemoryError):
             raise

@@ -202,8 +202,13 @@ def test_gradients_that_are_dropped_after_forward_count_in_it(accumulate):
 
 
 @pytest.mark.slow
-def test_gradients_that_are_never_dropped_count_all_the_time():
-    how = {"keeps_gradients": True}
+@pytest.mark.parametrize("gradients_in_forward", [False, True])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_gradients_that_are_never_dropped_count_all_the_time(
+    gradients_in_forward, accumulate
+):
+    how = {"keeps_gradients": True, "gradients_in_forward": gradients_in_forward}
+    how["accumulate"] = accumulate
     traced = calibrate(
         profile(make_model(), make_inputs(), optimizer=torch.optim.AdamW, **how)
     )
@@ -214,8 +219,8 @@ def test_gradients_that_are_never_dropped_count_all_the_time():
     found = check(planned, steps=3, **how)
 
     assert found.identical
-    assert found.measured_peak_bytes == planned.peak_bytes
-    dropped = check(planned, steps=3)
+    assert 0 <= planned.peak_bytes - found.measured_peak_bytes <= 16 * (accumulate - 1)
+    dropped = check(planned, steps=3, accumulate=accumulate)
     assert dropped.measured_peak_bytes < planned.peak_bytes
 
 
