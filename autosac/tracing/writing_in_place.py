@@ -17,6 +17,7 @@ from autosac import _compat_autograd
 from autosac.tracing.accumulating import Accumulations
 
 _aten = torch.ops.aten
+_OF_LOGITS = "BinaryCrossEntropyWithLogitsBackward0"
 # By the op of a trace: that of a real step, further arguments, and the functions.
 _IN_PLACE: dict[Any, tuple[Any, tuple[Any, ...], frozenset[str]]] = {
     _aten.scatter_add.default: (
@@ -72,7 +73,17 @@ _IN_PLACE: dict[Any, tuple[Any, tuple[Any, ...], frozenset[str]]] = {
     _aten.sub.Tensor: (
         _aten.sub_.Tensor,
         (),
-        frozenset({"BinaryCrossEntropyWithLogitsBackward0"}),
+        frozenset({_OF_LOGITS}),
+    ),
+    _aten.mul.Tensor: (
+        _aten.mul_.Tensor,
+        (),
+        frozenset({"BinaryCrossEntropyBackward0", _OF_LOGITS}),
+    ),
+    _aten.index_fill.int_Tensor: (
+        _aten.index_fill_.int_Tensor,
+        (),
+        frozenset({"TraceBackward0"}),
     ),
 }
 _BY_ADDRESS = {id(func): (func, *entry) for func, entry in _IN_PLACE.items()}
@@ -97,4 +108,18 @@ def of_real_step(
     node = _compat_autograd.current_node()
     if node is None or node.name() not in functions:
         return func, args
+    if func is _aten.mul.Tensor and not _writes_product(node, args):
+        return func, args
     return real, (*args, *more)
+
+
+def _writes_product(node: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a loss writes a product over its first factor, which it has made.
+
+    Where that cannot be told none is taken to be: with a weight of positives, and for
+    the gradient of trained targets of logits.
+    """
+    if not _compat_autograd.held_by_engine_only(args[0]):
+        return False
+    of_targets, _ = node.next_functions[1]
+    return node.name() != _OF_LOGITS or of_targets is None
