@@ -9,6 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from autosac.step.extreme_draws import ExtremeDraws, extreme_draws
+
+HIGHEST, LOWEST = -1, -2  # in place of seeds: see `extreme_draws`
+
 
 @contextlib.contextmanager
 def random_streams_kept() -> Iterator[None]:
@@ -28,12 +32,22 @@ def random_streams_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def seeded_streams(seed: int = 0) -> Iterator[None]:
-    """Restore the global streams; inside, they begin where those of every trace do."""
+def seeded_streams(seed: int = 0) -> Iterator[ExtremeDraws | None]:
+    """Restore the global streams; inside, they begin where those of every trace do.
+
+    Args:
+        seed: Or `HIGHEST` or `LOWEST`, for `extreme_draws`.
+    """
+    is_extreme = seed < 0
+    highest, seed = seed == HIGHEST, max(seed, 0)
     with random_streams_kept():
         torch.default_generator.manual_seed(seed)  # the CPU's: no GPU needs to be there
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
         random.seed(seed)
         np.random.seed(seed)
-        yield
+        if not is_extreme:
+            yield None
+            return
+        with extreme_draws(highest=highest) as draws:
+            yield draws

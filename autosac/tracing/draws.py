@@ -7,16 +7,21 @@ those that take less.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable
 
 from autosac.errors import TraceError
 from autosac.step.ledger import Ledger
+from autosac.step.random_streams import HIGHEST, LOWEST
 from autosac.step.tape import Tape
 from autosac.tracing.probing import DRAWS
 
 # Seeds: to see whether draws decide anything, and if they do. A traced step comes after
 # fewer than `FEW` training steps.
 FEW, _MANY = 3, 8
+# A step with extreme draws that allocates so many times as often as others is no step
+# that anybody sees, such as a loop until a low number is drawn.
+_MUCH = 2
 _FORWARD = ("forward", "loss")
 
 
@@ -58,6 +63,7 @@ def largest(
     tape: Tape,
     traced: Callable[[int], Tape],
     storages_of: Callable[[int], Tape],
+    draws_extremes: Callable[[], bool],
     *,
     drawn: bool,
 ) -> tuple[int, list[Tape]]:
@@ -67,21 +73,26 @@ def largest(
         tape: That of variant 0.
         traced: Variant -> tape.
         storages_of: Variant -> tape that holds nothing but storages: quicker.
+        draws_extremes: Whether the last run drew what `HIGHEST` and `LOWEST` change.
         drawn: Random numbers tell variants apart, not training alone.
     """
     tapes = {0: tape}
     peaks = {0: plain_peak_bytes(tape)}
-    for variant in range(1, _MANY if drawn else FEW):
-        if variant == FEW and len(set(map(_outline, tapes.values()))) == 1:
-            break
-        try:
-            if variant < FEW:
-                tapes[variant] = traced(variant)
-                peaks[variant] = plain_peak_bytes(tapes[variant])
-            else:
-                peaks[variant] = plain_peak_bytes(storages_of(variant))
-        except TraceError:  # nobody trains on what such draws leave
-            continue
+    for variant in range(1, FEW):
+        with contextlib.suppress(TraceError):  # nobody trains on what such draws leave
+            tapes[variant] = traced(variant)
+            peaks[variant] = plain_peak_bytes(tapes[variant])
+    if drawn and len(set(map(_outline, tapes.values()))) > 1:
+        most = _MUCH * max(len(tape.storages) for tape in tapes.values())
+        for variant in (HIGHEST, LOWEST, *range(FEW, _MANY)):
+            if variant == FEW and max(peaks.values()) == max(
+                peaks.get(extreme, 0) for extreme in (HIGHEST, LOWEST)
+            ):
+                break
+            with contextlib.suppress(TraceError):
+                tape = storages_of(variant)
+                if variant >= 0 or (draws_extremes() and len(tape.storages) <= most):
+                    peaks[variant] = plain_peak_bytes(tape)
     variant = max(peaks, key=lambda variant: peaks[variant])
     best = tapes[variant] if variant in tapes else traced(variant)
     others = {_outline(other): other for other in tapes.values()}

@@ -40,6 +40,7 @@ class Learned:
             steps, by which what it does may depend on how many there were; or None.
         beside: Which tensors that it trains are none of the model's parameters.
         seed: Where its random streams begin.
+        draws_extremes: The last run drew what a seed that is none makes extreme.
         num_updates: Training steps that come before it.
         num_later_updates: Steps of the optimizer between its first and the one that is
             traced; None if that is not known.
@@ -56,6 +57,7 @@ class Learned:
     counts: str | None = None
     beside: tuple[int, ...] = ()
     seed: int = 0
+    draws_extremes: bool = False
     num_updates: int = 0
     num_later_updates: int | None = None
     redrawn: list[Tape] = field(default_factory=list)

@@ -98,6 +98,7 @@ def trace(step: Step) -> Tape:
                 tape,
                 lambda variant: trace_once(become(variant)),
                 lambda variant: _storages(become(variant)),
+                lambda: step.learned.draws_extremes,
                 drawn=drawn,
             )
             become(variant)
@@ -331,7 +332,7 @@ def _run_on(
     """
     seed = step.learned.seed
     with (
-        seeded_streams(seed),
+        seeded_streams(seed) as extremes,
         no_collections(),
         lens(mode, step.lens),
         copied(step, mode) as copies,
@@ -374,6 +375,7 @@ def _run_on(
                 if optimizes:
                     finish_step(model, optimizer, step.clip_grad_norm)
                 del loss  # alive until here, as in `training_step`
+            step.learned.draws_extremes = bool(extremes and extremes.are_met())
             step.learned.counts = changed_number(numbers, numbers_of(modules))
         except (AutosacError, torch.OutOfMemoryError):
             raise
