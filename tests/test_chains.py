@@ -619,7 +619,7 @@ def test_an_argument_that_is_changed_before_backward_is_an_error():
 
 def test_a_chain_of_the_saved_plan_is_found_again(tmp_path):
     case = CHAINS["noise"]
-    traced = shared_profile(case)
+    traced = shared_profile(case, torch.optim.AdamW)
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
     plan.save(tmp_path / "plan.json")
 

@@ -38,7 +38,7 @@ def test_a_unit_in_the_other_mode_than_its_model_departs():
         return nn.Sequential(*(Dropping() for _ in range(3)))
 
     case = Case(make_model, lambda: torch.randn(512, WIDTH), torch.sum)
-    profile = case.profile()
+    profile = case.profile(torch.optim.AdamW)
     plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
     model, plain = case.model(), case.model()
     plan.apply(model)

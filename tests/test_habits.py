@@ -504,7 +504,7 @@ def test_a_function_that_marks_tensors_as_dirty_makes_no_unit():
 def test_units_that_depart_find_containers_as_forward_did(block):
     case = of(block)
     model, plain = case.model(), case.model()
-    profile = case.profile()
+    profile = case.profile(torch.optim.AdamW)
     autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(model)
     expected = train(case, plain, steps=3)
 

@@ -371,7 +371,10 @@ def test_a_change_in_place_after_that_changes_no_gradient(step, lowest):
 def test_a_unit_that_departs_keeps_its_arguments(planned):
     model, memory = planned
     plain = STEPS["blocks"].model()
-    with pytest.warns(UserWarning, match="where its plan expects"):
+    with (
+        pytest.warns(UserWarning, match="was replaced after a plan"),
+        pytest.warns(UserWarning, match="where its plan expects"),
+    ):
         for one in (plain, model):
             for block in one.blocks:
                 block.norm = nn.Sequential(nn.Tanh(), nn.LayerNorm(WIDTH))

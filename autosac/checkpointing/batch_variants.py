@@ -25,6 +25,7 @@ from autosac.checkpointing.installing import (
     install,
     remove,
 )
+from autosac.checkpointing.optimizer_states import OptimizerStates
 from autosac.checkpointing.stand_ins import Places, StandIn
 from autosac.step.arguments import warn
 from autosac.step.batch_signatures import (
@@ -49,7 +50,15 @@ class Planned(Protocol):
             empty if nothing tells.
         offload_dir: Directory of the CPU's far memory.
         finds_gradients: Those of earlier steps are there as a step begins.
+        far_state_bytes: Bytes of the optimizer's state that lie in far memory.
+        composition: What its peak is made of, in bytes, the optimizer's state by
+            itself.
     """
+
+    @property
+    def far_state_bytes(self) -> int: ...
+    @property
+    def composition(self) -> dict[str, int]: ...
 
     @property
     def finds_gradients(self) -> bool: ...
@@ -243,6 +252,7 @@ class BatchForward(StandIn):
         self.gradients = EarlierGradients(
             planned=any(plan.finds_gradients for plan in variants.plans)
         )
+        self.states: OptimizerStates | None = None
         self.by_hand = False
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
@@ -273,6 +283,12 @@ class BatchForward(StandIn):
             if is_step:
                 self.places.outline.renew()
 
+    @property
+    def state_bytes(self) -> int:
+        """What its plans count of an optimizer's state."""
+        plans = self.variants.plans
+        return max(plan.composition.get("optimizer", 0) for plan in plans)
+
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins: follow the plan for its batch.
 
@@ -281,6 +297,9 @@ class BatchForward(StandIn):
         """
         compiled_parts.check(self.module)
         self.places.check()
+        if self.states is not None and self.states.is_done:
+            self.states.close()
+            self.states = None
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
         if thawed := [name for name, one in self.frozen if one.requires_grad]:
@@ -384,7 +403,10 @@ def install_plans(
         unseen: As in `Unseen`.
         frozen: Names of the parameters that the plans do not train.
     """
-    BatchForward(model, Variants(plans, positional_names(model), unseen), frozen)
+    variants = Variants(plans, positional_names(model), unseen)
+    forward = BatchForward(model, variants, frozen)
+    if not any(plan.far_state_bytes for plan in plans):
+        forward.states = OptimizerStates(forward)
 
 
 def steps_by_hand(model: torch.nn.Module) -> Callable[..., None]:

@@ -94,6 +94,12 @@ def _forward(module: torch.nn.Module) -> Any:
     return module.__dict__.get("forward")
 
 
+def is_in(stand_in: Any) -> bool:
+    """Whether its module still calls a stand-in, or something around it."""
+    module = stand_in.module
+    return _forward(module) is stand_in or _is_kept(module, stand_in)
+
+
 def _is_kept(module: torch.nn.Module, stand_in: StandIn) -> bool:
     """Whether what took the place of a stand-in may call it: it, or its module, has it.
 

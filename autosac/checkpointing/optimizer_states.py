@@ -1,0 +1,93 @@
+"""State that an optimizer keeps and a plan does not count."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autosac.checkpointing.stand_ins import is_in
+from autosac.pytrees import held_tensors
+from autosac.quantities import format_bytes
+from autosac.step.arguments import warn
+from autosac.storages import storage_bytes
+
+_MOST_LOOKS = 2  # at an optimizer, which makes its state in its first step
+_MOST_OTHERS = 1000  # steps of optimizers of other models
+_LITTLE = 0.01  # of the parameters: so little is not said
+
+
+class Counts(Protocol):
+    """Stands in for the ``forward`` of a model that has a plan.
+
+    Attributes:
+        module: The model.
+        state_bytes: What its plan counts of an optimizer's state.
+    """
+
+    module: torch.nn.Module
+
+    @property
+    def state_bytes(self) -> int: ...
+
+
+class OptimizerStates:
+    """Looks at the state of a model's optimizers after their first steps; warns once.
+
+    Args:
+        forward: Stands in for the model's ``forward``. A copy of it is not looked for.
+    """
+
+    _all: ClassVar[list[OptimizerStates]] = []
+
+    def __init__(self, forward: Counts) -> None:
+        for other in [one for one in self._all if one.forward() is None]:
+            other.close()
+        self.forward: weakref.ref[Counts] = weakref.ref(forward)
+        self.is_done = False
+        self._looks: Counter[int] = Counter()
+        self._others_left = _MOST_OTHERS
+        self._states: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._handle = register_optimizer_step_post_hook(self)
+        self._all.append(self)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def close(self) -> None:
+        """End it, where no optimizer goes through its hooks."""
+        self._handle.remove()
+        self._all.remove(self)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer has stepped, of this model or of another one."""
+        forward = self.forward()
+        is_idle = self.is_done or torch.compiler.is_compiling()
+        if is_idle or forward is None or not is_in(forward):
+            return
+        parameters = {id(p): p for p in forward.module.parameters()}
+        states = [s for p, s in optimizer.state.items() if id(p) in parameters]
+        if not states:
+            self._others_left -= 1
+            self.is_done = not self._others_left
+            return
+        self._looks[id(optimizer)] += 1
+        device = next(iter(parameters.values())).device
+        kept = held_tensors(states, dict(parameters), in_objects=False)
+        self._states[optimizer] = storage_bytes(kept, device=device)
+        kept_bytes, planned_bytes = sum(self._states.values()), forward.state_bytes
+        little_bytes = _LITTLE * sum(p.nbytes for p in parameters.values())
+        self.is_done = self._looks[id(optimizer)] == _MOST_LOOKS
+        if kept_bytes - planned_bytes > little_bytes:
+            self.is_done = True
+            warn(
+                f"{type(optimizer).__name__} keeps {format_bytes(kept_bytes)} of state,"
+                f" and the plan counts {format_bytes(planned_bytes)}: the peak is"
+                " higher by the difference. Plan again with the `optimizer` that is"
+                " used."
+            )
