@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import autosac
@@ -51,6 +52,38 @@ def test_a_unit_in_the_other_mode_than_its_model_departs():
 
     assert "1" in plan.policy
     assert_equal(expected, trained)
+
+
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(4, -1, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        attended = functional.scaled_dot_product_attention(q, k, v)
+        return x + attended.transpose(1, 2).reshape(x.shape)
+
+
+def test_other_kernels_of_attention_than_planned_are_there_in_backward_too():
+    case = Case(
+        lambda: nn.Sequential(*(Attends() for _ in range(3))),
+        lambda: torch.randn(64, WIDTH),
+        torch.sum,
+    )
+    profile = case.profile()
+    model, plain = case.model(), case.model()
+    autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(model)
+    gradients = []
+    for twin in (plain, model):
+        with sdpa_kernel(SDPBackend.MATH), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # units depart
+            loss = twin(case.inputs()).square().sum()
+        loss.backward()
+        gradients.append([parameter.grad for parameter in twin.parameters()])
+
+    assert installing.installed(model)
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["trains", "evaluates"])

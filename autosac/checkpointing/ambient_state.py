@@ -1,15 +1,16 @@
 """Ambient state of a function, restored when the function runs a second time.
 
-Random states, autocast, buffers and plain attributes of modules: the second run sees
-them as the first one did, and leaves them as they are by then.
+Random states, autocast, kernels of attention, buffers and plain attributes of modules:
+the second run sees them as the first one did, and leaves them as they are by then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -149,12 +150,41 @@ def _device_types() -> tuple[str, ...]:
     return ("cpu", "cuda" if present is None else present.type)
 
 
-class Present:
-    """Autocast, the default device and cached weights as they are now."""
+# Kernels of attention that `torch.nn.attention.sdpa_kernel` allows, and how.
+_ATTENTION: tuple[tuple[Callable[[], bool], Callable[[bool], Any]], ...] = (
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+)
 
-    __slots__ = ("autocast", "device", "weights")
+
+def _attention() -> list[bool]:
+    return [is_allowed() for is_allowed, _ in _ATTENTION]
+
+
+@contextlib.contextmanager
+def _with_attention(allowed: list[bool]) -> Iterator[None]:
+    before = _attention()
+    try:
+        for (_, allow), flag in zip(_ATTENTION, allowed, strict=True):
+            allow(flag)
+        yield
+    finally:
+        for (_, allow), flag in zip(_ATTENTION, before, strict=True):
+            allow(flag)
+
+
+class Present:
+    """Autocast, attention's kernels, the default device and cached weights, as now."""
+
+    __slots__ = ("attention", "autocast", "device", "weights")
 
     def __init__(self) -> None:
+        self.attention = _attention()
         self.weights = _compat.cached_weights()
         self.autocast = [_autocast(kind) for kind in _device_types()]
         self.device = torch.get_default_device()
@@ -168,6 +198,8 @@ class Present:
             for autocast in self.autocast:
                 if autocast != _autocast(autocast[0]):
                     stack.enter_context(torch.autocast(*autocast))
+            if self.attention != _attention():
+                stack.enter_context(_with_attention(self.attention))
             if self.device != torch.get_default_device():
                 stack.enter_context(self.device)
             yield

@@ -79,7 +79,10 @@ class OptimizerStates:
         self._looks[id(optimizer)] += 1
         device = next(iter(parameters.values())).device
         kept = held_tensors(states, dict(parameters), in_objects=False)
-        self._states[optimizer] = storage_bytes(kept, device=device)
+        others = [t for p in parameters.values() for t in (p, p.grad) if t is not None]
+        self._states[optimizer] = storage_bytes(
+            [*others, *kept], device=device
+        ) - storage_bytes(others, device=device)
         kept_bytes, planned_bytes = sum(self._states.values()), forward.state_bytes
         little_bytes = _LITTLE * sum(p.nbytes for p in parameters.values())
         self.is_done = self._looks[id(optimizer)] == _MOST_LOOKS

@@ -133,6 +133,7 @@ class Policies:
     opening: tuple
     offload_dir: None = None
     finds_gradients: bool = False
+    far_state_bytes: int = 1  # so that nobody asks what is counted of it
 
 
 @pytest.fixture(scope="module")
