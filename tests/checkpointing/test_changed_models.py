@@ -64,6 +64,11 @@ def adds_buffer(model):
     model.head.register_buffer("large", torch.ones(10_000))
 
 
+def hooks(model):
+    kept = []
+    model.layers[1].up.register_forward_hook(lambda *call: kept.append(call[-1]))
+
+
 def replaces_like_by_like(model):
     model.head = torch.nn.Linear(WIDTH, 8)
 
@@ -97,6 +102,7 @@ def planned(kind=Blocks):
         (adds_parts_to_head, "`head` was replaced"),
         (makes_head_larger, "`head` was replaced"),
         (makes_weight_larger, "`head` got other parameters or buffers"),
+        (hooks, r"`layers\.1\.up` got a forward hook"),
         (adds_buffer, "`head` got other parameters or buffers"),
     ],
 )

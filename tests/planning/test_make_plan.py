@@ -331,6 +331,7 @@ def test_dry_runs_are_made_as_asked_for(wanted, num_runs, dry_runs, monkeypatch)
     assert len(dry_runs) == num_runs
 
 
+@pytest.mark.filterwarnings("ignore:.* got a forward hook")
 def test_a_dry_run_of_memory_that_stays_for_the_optimizer_disagrees(monkeypatch):
     built, kept, install = profile_of("mlp"), [], installing.install
 
