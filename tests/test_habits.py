@@ -5,6 +5,7 @@ import copy
 import functools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -149,6 +150,20 @@ class ReplacesCache(Block):
         with torch.no_grad():
             shift = x.repeat(64, 1).exp().mean(0)
         return super().forward(x + shift)
+
+
+class IndexesByArray(Block):
+    """Reads elements by arrays of NumPy, whose memory is not PyTorch's."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.columns = np.triu_indices(ROWS, k=1)
+
+    def forward(self, x):
+        products = x @ x.T
+        upper = products[self.rows, self.columns]
+        copied = products[torch.tensor(self.columns), torch.from_numpy(self.rows)]
+        return super().forward(x + (upper * copied).mean())
 
 
 class KeepsPlainTensors(Block):
@@ -382,7 +397,7 @@ def of(block):
 HABITS = (
     *(MakesAttribute, SharesTable, KeepsTable, KeepsBuffers, KeepsLatest),
     *(KeepsPlainTensors, ReplacesCache, GrowsBuffer, FakesQuantization, FillsQueue),
-    *(Checkpointed, MarksDirty, KeepsGradient),
+    *(Checkpointed, MarksDirty, KeepsGradient, IndexesByArray),
     *(Vectorized, Infers, Folds, Picks, Parametrized, CopiesPart),
     *(Conjugates, Counts, CallsSkeleton),
 )

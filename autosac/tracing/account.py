@@ -40,6 +40,7 @@ class Account:
         self.ids: dict[int, int] = {}
         self.watchers: dict[int, weakref.ref[Any]] = {}
         self.originals: dict[int, int] = {}
+        self.counts_foreign = False
         self.users: set[int] = set()  # copies of tensors of theirs
         self.exempted: dict[int, Any] = {}  # kept, so that no address is used twice
 
@@ -119,6 +120,34 @@ class Account:
         """Whether there are tensors, and none of them counts."""
         exempted = (t.untyped_storage()._cdata in self.exempted for t in tensors)
         return bool(tensors) and all(exempted)
+
+    def indices_read(
+        self, tensors: list[torch.Tensor], *, strided: bool
+    ) -> tuple[int, ...]:
+        """Indices of the storages that an op reads."""
+        first_new = len(self.nbytes)
+        indices = self._indices(tensors, 0, "input", strided=strided)
+        if len(self.nbytes) > first_new:
+            self.leave_out_foreign(tensors, first_new)
+        return indices
+
+    def leave_out_foreign(self, tensors: Iterable[torch.Tensor], first: int) -> None:
+        """Do not count memory that is not PyTorch's, as that of NumPy's arrays.
+
+        Unless tensors of the CPU stand for a GPU's, to which it may be copied.
+
+        Args:
+            tensors: What an op reads or makes.
+            first: Only storages from this index on, which were not known before.
+        """
+        for tensor in () if self.counts_foreign else tensors:
+            if _compat_fakes.is_fake(tensor) or not self._counts(tensor):
+                continue
+            storage = local(tensor).untyped_storage()
+            index = self.ids[storage._cdata]
+            if index >= first and not storage.resizable():
+                self.live_bytes -= self.nbytes[index] if self.born[index] else 0
+                self.nbytes[index] = 0
 
     def rename(self, tensor: torch.Tensor | None, category: str) -> None:
         """Change the category of a tensor's storage."""

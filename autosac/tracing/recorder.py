@@ -87,7 +87,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
             RealCalls() if mode is None else RepeatedCalls(mode, self.learned.calls)
         )
         self.only_storages = only_storages
-        self.target = target
+        self.target, self.counts_foreign = target, target is not None
         self._costs = partial(costs, device_type=device_type, target=target)
         self.products: set[tuple[str, Library]] = set()
         self.tree = module_tree(model)
@@ -203,7 +203,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
             key = _OVERWRITTEN
         self._refuse_original(func, inputs)
         read = [] if func is _LITERAL else inputs  # its memory is born with the output
-        reads = self._indices(read, 0, "input", strided=strided)
+        reads = self.indices_read(read, strided=strided)
         call, out = self._run(key, func, args, kwargs, inputs)
         if self.target is not None or func is _HOST_SEEDS:
             self._note_gpu(func, args, kwargs, inputs, out)
@@ -212,6 +212,8 @@ class Recorder(_compat.PlainDispatchMode, Account):
         category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
         made_ids = self._indices(outputs, born, category, strided=True)
+        if func is _LITERAL:
+            self.leave_out_foreign(outputs, first_new)
         hands_on = made_ids and made_ids[0] < first_new and not self.is_real
         if hands_on and self.views.are_written(func, inputs, outputs, made_ids):
             self.needs_plain_fakes()  # autograd follows writes to such memory
