@@ -49,8 +49,10 @@ class Step:
         return True
 
 
-def looking(problem, step, bound_ms):
-    enumeration = Enumeration(Table(problem), problem.budget_bytes, mixed=())
+def looking(problem, step, bound_ms, most_ms):
+    enumeration = Enumeration(
+        Table(problem), problem.budget_bytes, mixed=(), most_ms=most_ms
+    )
     return OneByOne(step, step, enumeration, problem.budget_bytes, GAP, bound_ms)
 
 
@@ -68,7 +70,7 @@ def test_the_first_that_fits_is_the_best_of_all(problem, seed, share):
     true = [c for c in predicted if step.true_peak_bytes(c) <= problem.budget_bytes]
     least_ms = min((time_of(problem, c) for c in true), default=1e9)
     step.replayed.clear()
-    search = looking(problem, step, bound_ms)
+    search = looking(problem, step, bound_ms, best_ms)
 
     choice = search.cheapest(best_ms)
 
@@ -90,7 +92,7 @@ def test_the_bound_ends_where_nothing_more_is_replayed(problem, seed):
     if len(times) < 2 or not times[0]:
         return
     step = Step(problem, seed)
-    search = looking(problem, step, times[0])
+    search = looking(problem, step, times[0], times[-1] * 2)
     step.true_peak_bytes = lambda choice: problem.budget_bytes + 1
     step.takes_replay = lambda choice: True
     search.looks_left = 1

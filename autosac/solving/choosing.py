@@ -125,11 +125,15 @@ class Chooser(StepModel):
 
     def _close_wide_gap(self, search: Search) -> None:
         """Look elsewhere for a cheaper choice, where an allocator decides what fits."""
-        if self._usual is not None:
-            search.look_around(_WIDE_GAP)
-        is_best = self._usual is not None and self._is_best_in_own_blocks(search)
         search.look_one_by_one()
-        if is_best or search.is_within(_WIDE_GAP) or self._usual is None:
+        if self._usual is None:
+            return
+        known = search.choice
+        search.look_around(_WIDE_GAP)
+        is_best = self._is_best_in_own_blocks(search)
+        if search.choice is not known:
+            search.look_one_by_one()
+        if is_best or search.is_within(_WIDE_GAP):
             return
         if self._in_usual_blocks is not None:
             self._second_search(self._in_usual_blocks, search)

@@ -217,8 +217,9 @@ class Search:
         """
         if self._lowest is None or self.is_within(_SMALL_GAP):
             return
-        raised = self._lowest
-        looking = self.chooser.one_by_one(self.budget_bytes, raised, self.options)
+        looking = self.chooser.one_by_one(
+            self.budget_bytes, self._lowest, self.options, self.time_ms
+        )
         looking.bound_ms = self.bound_ms
         cheaper = looking.cheapest(self.time_ms)
         self._offer_spent(cheaper)

@@ -18,12 +18,12 @@ from autosac.solvers import sac
 from autosac.solving.formulation import Formulation
 from autosac.solving.rules_of_thumb import Choice
 
-_MOST_HELD_AGAINST = 10_000  # choices held against all rows, a tenth of a ms each
-_MOST_LOOKED_AT = 2000  # of those that keep them, some tenths of a millisecond each
-_MOST_REPLAYS = 400
-_MOST_BLOCKS = 400_000  # of an allocator in all of these: a second
+_MOST_LOOKED_AT = 2000  # choices that keep all rows, some tenths of a ms each
+_MOST_REPLAYS = 800
+_MOST_BLOCKS = 800_000  # of an allocator in all of these: a second
 _FEWEST_REPLAYS = 16  # of a long step: where they are dear, few prove nothing
 _FIRST_SHARE = 1 / 32  # above the bound, at first
+_BISECTIONS = 4  # of a stretch in which there are too many
 
 
 @dataclass(slots=True)
@@ -38,8 +38,7 @@ class OneByOne:
         relative_gap: How near to the best known choice none is of interest.
         bound_ms: No choice that fits takes less.
         replays_left: How many choices may still be replayed,
-        looks_left: how many be looked at that keep all rows,
-        checks_left: and how many be held against these.
+        looks_left: and how many be looked at.
     """
 
     simulator: Simulator
@@ -50,8 +49,7 @@ class OneByOne:
     bound_ms: float = 0.0
     replays_left: int = 0
     looks_left: int = _MOST_LOOKED_AT
-    checks_left: int = _MOST_HELD_AGAINST
-    _most_ms: float = math.inf  # there are too many that take less
+    _too_many_ms: float = math.inf  # that take less
 
     def __post_init__(self) -> None:
         affordable = _MOST_BLOCKS // self.simulator.num_storages
@@ -66,7 +64,8 @@ class OneByOne:
         Args:
             best_ms: Time of the best known one.
         """
-        if self.replays_left < _FEWEST_REPLAYS:
+        is_settled = self.enumeration.most_ms <= self.bound_ms
+        if is_settled or self.replays_left < _FEWEST_REPLAYS:
             return None
         best: Choice | None = None
         spared = self.replays_left // 2  # for the others, which prove more
@@ -88,11 +87,8 @@ class OneByOne:
                 self.bound_ms = max(start_ms, min(ms, best_ms))
             if not parts:
                 continue
-            if not self.checks_left or not self.looks_left:
+            if not self.looks_left:
                 break
-            self.checks_left -= 1
-            if not self.enumeration.keeps_budget(parts):
-                continue
             self.looks_left -= 1
             choice = self._decode(parts)
             if self.simulator.peak_bytes(choice) > self.budget_bytes:
@@ -110,17 +106,20 @@ class OneByOne:
     ) -> Iterator[tuple[float, Sequence[sac.Part]]]:
         """Choices by their time, in stretches; after each no parts with its end."""
         most_ms = best_ms * (1.0 - self.relative_gap)
-        most_ms = min(most_ms, self.enumeration.complete_below_ms)
+        most_ms = min(most_ms, self.enumeration.most_ms)
         share, start_ms, done_ms = _FIRST_SHARE, self.bound_ms, 0.0
-        unit_ms = start_ms or most_ms
+        unit_ms, bisections_left = start_ms or most_ms, _BISECTIONS
         while done_ms < most_ms:
             limit_ms = min(most_ms, start_ms + unit_ms * share)
-            if limit_ms >= self._most_ms:
-                return
+            if limit_ms >= self._too_many_ms:
+                if not bisections_left:
+                    return
+                bisections_left -= 1
+                limit_ms = (max(start_ms, done_ms) + self._too_many_ms) / 2
             found = self.enumeration.below(limit_ms, is_minimal=is_minimal)
             if found is None:
-                self._most_ms = limit_ms
-                return
+                self._too_many_ms = limit_ms
+                continue
             yield from ((ms, parts) for ms, parts in found if ms >= done_ms and parts)
             yield limit_ms, ()
             done_ms, share = limit_ms, 2 * share

@@ -120,11 +120,16 @@ class StepModel(ABC):
         return anneal(self._simulator, self._formulation, choice, start, budget_bytes)
 
     def one_by_one(
-        self, budget_bytes: int, raised: IntArray, options: SolveOptions
+        self,
+        budget_bytes: int,
+        raised: IntArray,
+        options: SolveOptions,
+        best_ms: float,
     ) -> OneByOne:
-        """Choices that keep some rows."""
+        """Choices that keep some rows and take less than a time."""
         enumeration = self._solver.enumeration(
             budget_bytes,
+            most_ms=best_ms * (1.0 - options.relative_gap),
             raised_bytes=self._formulation.with_host(raised, budget_bytes),
             mixed_units=self._mixed_units,
         )

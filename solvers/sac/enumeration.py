@@ -1,8 +1,9 @@
-"""All choices that may keep a budget and take less than a time, depth first.
+"""All choices that keep a budget and take less than a time.
 
 Where there are few, they can be looked at one by one, with more than the MILP knows.
 Units are asked one after the other, those around others first, each for no point or
-for one of its points. A branch ends where a row cannot be kept any more: knapsacks over
+for one of its points, and all partial choices at once: what is left of them after a
+unit goes on to the next. One ends where a row cannot be kept any more: knapsacks over
 a grid of times, one for each of some rows above the budget, say what the units to come
 take away at most in the time that is left.
 
@@ -13,20 +14,26 @@ and nothing away from where there is too much.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from .holds import Ints
 from .rows import TOLERANCE_BYTES
 from .surrogate import behind_of
 from .table import Floats, Table
 
-MOST_NODES = 70_000  # of all enumerations of a kind, some 10 us each
+MOST_NODES = 3_000_000  # of all enumerations of a kind, a tenth of a us each
+_MOST_FOUND = 20_000  # by one of them, some 20 us each
 _MOST_ROWS = 256  # of those above the budget
-_MOST_ENDING = 16  # of these, by which branches end
+_MOST_ENDING = 16  # of these, by which partial choices end
 _CELLS = 128  # of the grid of times
+_AT_ONCE = 2**16  # partial choices and points that are tried together
+_CHECKED_AT_ONCE = 2**20  # rows, positions or columns of choices
 _LEAST_MS = 1e-9
 _NOISE = 1e-9  # of a grid cell: rounding
 
@@ -48,7 +55,8 @@ class Part:
     recompute_ms: float
 
 
-_Chosen = tuple[tuple[Part, Floats], ...]  # parts, and what each adds at the rows
+def _time_ms(parts: Sequence[Part]) -> float:
+    return sum(part.recompute_ms for part in parts)
 
 
 class _TooMany(Exception):
@@ -63,177 +71,348 @@ class Enumeration:
         budget_bytes: Cap on the live memory at every position.
         mixed: Units whose points are a selection from a finer curve. Its other known
             points count, and take the memory that mixtures of two points do.
+        most_ms: Choices that take longer are of no interest.
 
     Attributes:
-        complete_below_ms: No faster point is unknown.
+        most_ms: The same, or less: no faster point is unknown.
         nodes_left: How many more partial choices are looked at.
     """
 
     def __init__(
-        self, table: Table, budget_bytes: int, *, mixed: Collection[int]
+        self,
+        table: Table,
+        budget_bytes: int,
+        *,
+        mixed: Collection[int],
+        most_ms: float,
     ) -> None:
         self.table = table
         self.budget_bytes = budget_bytes
         self.mixed = frozenset(mixed)
         self.nodes_left = MOST_NODES
         complete = (table.problem.units[u].mixed_from_ms for u in self.mixed)
-        self.complete_below_ms = min(complete, default=math.inf)
-        self._is_over = table.base > budget_bytes
-        over = np.flatnonzero(self._is_over)
+        self.most_ms = min(most_ms, min(complete, default=math.inf))
+        self.is_over = table.base > budget_bytes
+        over = np.flatnonzero(self.is_over)
         stride = -(-len(over) // _MOST_ROWS) or 1
         rows = [int(table.base.argmax()), *over[::stride].tolist()]
-        self.changes = np.stack([table.row(q) for q in rows], axis=1)
-        excess = table.base[rows] - budget_bytes
-        for place, q in enumerate(rows):  # holds that take away: all of them may
-            held = table.holds.at(q)
-            excess[place] += sum(min(hold.added_bytes, 0) for hold in held)
+        most: dict[bytes, tuple[float, int]] = {}  # of rows alike only the highest
+        for q in rows:
+            # Holds that take away: all of them may.
+            excess = int(table.base[q]) - budget_bytes
+            excess += sum(min(hold.added_bytes, 0) for hold in table.holds.at(q))
+            key = table.row(q).tobytes()
+            most[key] = max(most.get(key, (-math.inf, q)), (excess, q))
         tolerance_bytes = TOLERANCE_BYTES if self.mixed else 0
-        self.excess: Floats = (excess - tolerance_bytes).astype(np.float64)
-        self.ending = slice(None, None, -(-len(rows) // _MOST_ENDING))
+        self.rows = [q for _, q in most.values()]
+        least = [excess - tolerance_bytes for excess, _ in most.values()]
+        self.excess = np.array(least, dtype=np.float64)
+        self.ending = slice(None, None, -(-len(self.rows) // _MOST_ENDING))
+
+    @cached_property
+    def items(self) -> Items:
+        """Points that are of use."""
+        return _items(self)
 
     def below(
         self, limit_ms: float, *, is_minimal: bool = False
     ) -> list[tuple[float, tuple[Part, ...]]] | None:
         """All choices that take less than a time, the fastest first, with their times.
 
-        Some may break the budget by what units hold together, or at positions at which
-        it is kept without AC: see `keeps_budget`.
+        Where a mixture stands for a known point, within a tolerance of the budget.
 
         Args:
-            limit_ms: That time, at most `complete_below_ms`.
-            is_minimal: Only those that no unit can be left out of.
+            limit_ms: That time, at most `most_ms`.
+            is_minimal: Only those that no unit can be left out of, as far as positions
+                are concerned that are above the budget without AC.
 
         Returns:
-            None if there are too many.
+            None if there are too many: at most half of the nodes that are left are
+            looked at.
         """
+        spared, self.nodes_left = self.nodes_left // 2, self.nodes_left // 2
         search = _Search(self, limit_ms, is_minimal=is_minimal)
         try:
-            search.go(0, self.excess, 0.0, ())
+            found = search.run()
         except _TooMany:
             return None
-        return sorted(search.found, key=lambda choice: choice[0])
+        finally:
+            self.nodes_left += spared
+        pairs = zip(found, self._keep_budget(found), strict=True)
+        kept = [(_time_ms(parts), parts) for parts, keeps in pairs if keeps]
+        return sorted(kept, key=lambda choice: choice[0])
 
-    def is_useful(self, column: int) -> bool:
-        """Whether a column takes memory away, with no time where there is too much."""
-        table = self.table
-        places, work = table.working(column)
-        u = table.owner[column]
-        start, stop = int(table.froms[u]), int(table.untils[u])
-        if table.times[column] >= _LEAST_MS:
-            return bool((work < 0).any() or (table.freed[column] > 0 and start < stop))
-        frees_over = table.freed[column] > 0 and self._is_over[start:stop].any()
-        return bool(frees_over or self._is_over[places[work < 0]].any())
-
-    def keeps_budget(self, parts: Collection[Part]) -> bool:
-        """Whether a choice does at all positions; with mixtures, within a tolerance."""
-        is_whole = not any(part.share for part in parts)
-        dtype = np.int64 if is_whole else np.float64
-        weights = np.zeros(len(self.table.times), dtype=dtype)
-        for part in parts:
-            column = self.table.first[part.unit] + part.point
-            weights[column] = 1 - part.share
-            if part.share:
-                weights[column + 1] = part.share
-        cap = self.budget_bytes + (0 if is_whole else TOLERANCE_BYTES)
-        return bool(self.table.live(weights).max() <= cap)
+    def _keep_budget(self, choices: Sequence[tuple[Part, ...]]) -> list[bool]:
+        """Whether each of some choices does at all positions."""
+        num_columns = len(self.table.times)
+        size = max(1, _CHECKED_AT_ONCE // max(num_columns, len(self.table.base)))
+        kept: list[bool] = []
+        for start in range(0, len(choices), size):
+            some = choices[start : start + size]
+            weights = np.zeros((len(some), num_columns))
+            for own, parts in zip(weights, some, strict=True):
+                for part in parts:
+                    column = self.table.first[part.unit] + part.point
+                    own[column] = 1 - part.share
+                    if part.share:
+                        own[column + 1] = part.share
+            is_mixed = [any(part.share for part in parts) for parts in some]
+            cap = self.budget_bytes + TOLERANCE_BYTES * np.array(is_mixed)
+            kept += (self.table.live(weights).max(axis=1) <= cap).tolist()
+        return kept
 
 
 @dataclass(frozen=True, slots=True)
-class _Items:
-    """Points of a unit, the fastest first.
+class Items:
+    """Points that are of use, unit by unit, those around others first.
 
     Attributes:
-        parts: The points.
+        parts: The points, the fastest of each unit first,
+        times: and what they take.
         changes: What each adds at the rows.
+        first: The first of each unit, and their number.
+        behind: Of each unit the next one that is not inside it.
+        most: What units from each on take away at most from some rows, by time.
     """
 
     parts: list[Part]
+    times: Floats
     changes: Floats
+    first: list[int]
+    behind: list[int]
+    most: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class _Partial:
+    """Partial choices to which the same units may be added.
+
+    Attributes:
+        nodes: Their numbers among all,
+        times: what they take,
+        excess: and what they leave above the budget at some rows.
+    """
+
+    nodes: Ints
+    times: Floats
+    excess: Floats
+
+    def at(self, index: npt.NDArray[Any]) -> _Partial:
+        """Some of them."""
+        return _Partial(self.nodes[index], self.times[index], self.excess[index])
+
+
+class _Tree:
+    """All partial choices: each is another one and one part more; 0 has no part."""
+
+    def __init__(self) -> None:
+        self.size = 1
+        self._before = np.zeros(1, dtype=np.int64)
+        self._added = np.full(1, -1)
+
+    def grow(self, before: Ints, added: Ints) -> Ints:
+        """Add some; their numbers."""
+        start, self.size = self.size, self.size + len(before)
+        if self.size > len(self._before):
+            room = max(self.size, 2 * len(self._before))
+            self._before = np.resize(self._before, room)
+            self._added = np.resize(self._added, room)
+        self._before[start : self.size] = before
+        self._added[start : self.size] = added
+        return np.arange(start, self.size)
+
+    def parts(self, nodes: Ints) -> Iterator[tuple[npt.NDArray[np.intp], Ints]]:
+        """Parts of some, one of each at a time, the last first.
+
+        Which of them have one more, and which it is.
+        """
+        which = np.flatnonzero(nodes)
+        while len(which):
+            yield which, self._added[nodes[which]]
+            nodes = nodes.copy()
+            nodes[which] = self._before[nodes[which]]
+            which = which[nodes[which] > 0]
 
 
 class _Search:
     """Choices that take less than one time."""
 
     def __init__(
-        self,
-        enumeration: Enumeration,
-        limit_ms: float,
-        *,
-        is_minimal: bool,
+        self, enumeration: Enumeration, limit_ms: float, *, is_minimal: bool
     ) -> None:
-        self.found: list[tuple[float, tuple[Part, ...]]] = []
         self._of = enumeration
+        self._items = enumeration.items
         self._limit_ms = limit_ms
         self._is_minimal = is_minimal
-        table = enumeration.table
-        items = {u: _items(enumeration, u, limit_ms) for u in table.depth_first}
-        order = [u for u in table.depth_first if items[u].parts]
-        self._items = [items[u] for u in order]
-        self._behind = behind_of(table, order)
-        self._most = self._knapsacks()
+        self._tree = _Tree()
+        self._found: list[Ints] = []
 
-    def _knapsacks(self) -> npt.NDArray[np.float64]:
-        """What units from each place on take away at most from each row, by time."""
-        num_rows = len(self._of.excess[self._of.ending])
-        most = np.zeros((len(self._items) + 1, num_rows, _CELLS + 1))
-        for place in reversed(range(len(self._items))):
-            own, others = most[place], most[self._behind[place]]
-            own[:] = most[place + 1]
-            items = self._items[place]
-            changes = items.changes[:, self._of.ending]
-            for part, change in zip(items.parts, changes, strict=True):
-                cell = int(part.recompute_ms / self._limit_ms * _CELLS)
-                taken = others[:, : _CELLS + 1 - cell] - change[:, None]
-                np.maximum(own[:, cell:], taken, out=own[:, cell:])
-        return most
-
-    def go(self, place: int, excess: Floats, used_ms: float, chosen: _Chosen) -> None:
-        """All choices that begin with some parts, and go on with units from a place."""
+    def run(self) -> list[tuple[Part, ...]]:
+        """All of them, in no order."""
+        items, excess = self._items, self._of.excess
         if excess.max() <= 0.0:
-            if not self._is_minimal:
-                self.found.append((used_ms, tuple(part for part, _ in chosen)))
-            else:
-                if not any((excess <= change).all() for _, change in chosen):
-                    self.found.append((used_ms, tuple(part for part, _ in chosen)))
-                return
-        cell = min(_CELLS, int((1.0 - used_ms / self._limit_ms) * _CELLS + _NOISE))
-        ending = excess[self._of.ending]
-        for here in range(place, len(self._items)):
-            if (self._most[here, :, cell] < ending).any():
-                return
-            items = self._items[here]
-            for part, change in zip(items.parts, items.changes, strict=True):
-                now_ms = used_ms + part.recompute_ms
-                if now_ms >= self._limit_ms:
-                    break
-                if self._of.nodes_left <= 0:
-                    raise _TooMany
-                self._of.nodes_left -= 1
-                more = (*chosen, (part, change))
-                self.go(self._behind[here], excess + change, now_ms, more)
+            self._found.append(np.array([0]))
+            if self._is_minimal:
+                return [()]
+        ending = excess[None, self._of.ending]
+        waiting: list[list[_Partial]] = [[] for _ in range(len(items.behind) + 1)]
+        waiting[0].append(_Partial(np.array([0]), np.array([0.0]), ending))
+        for place, behind in enumerate(items.behind):
+            here = self._possible(_joined(waiting[place]), place)
+            waiting[place] = []
+            waiting[place + 1].append(here)
+            num_points = items.first[place + 1] - items.first[place]
+            size = max(1, _AT_ONCE // num_points)
+            for start in range(0, len(here.nodes), size):
+                some = here.at(slice(start, start + size))
+                waiting[behind].append(self._with_point(some, place))
+        nodes = np.concatenate([np.zeros(0, dtype=np.int64), *self._found])
+        chosen: list[list[int]] = [[] for _ in range(len(nodes))]
+        for which, added in self._tree.parts(nodes):
+            for i, item in zip(which.tolist(), added.tolist(), strict=True):
+                chosen[i].append(item)
+        return [tuple(items.parts[k] for k in reversed(own)) for own in chosen]
+
+    def _possible(self, partial: _Partial, place: int) -> _Partial:
+        """Those that units from a place on can make keep the budget."""
+        self._of.nodes_left -= len(partial.nodes)
+        left = (self._limit_ms - partial.times) / self._of.most_ms
+        cells = np.minimum(_CELLS, (left * _CELLS + _NOISE).astype(np.int64))
+        most = self._items.most[place, cells]
+        return partial.at(np.flatnonzero((most >= partial.excess).all(axis=1)))
+
+    def _with_point(self, partial: _Partial, place: int) -> _Partial:
+        """Those that come of some and a point of the unit at a place."""
+        items = self._items
+        own = slice(items.first[place], items.first[place + 1])
+        times = partial.times[:, None] + items.times[own]
+        which, added = np.nonzero(times < self._limit_ms)
+        if self._of.nodes_left <= len(which):
+            self._of.nodes_left = 0
+            raise _TooMany
+        changes = items.changes[own, self._of.ending]
+        grown = self._possible(
+            _Partial(
+                np.arange(len(which)),
+                times[which, added],
+                partial.excess[which] + changes[added],
+            ),
+            items.behind[place],
+        )
+        which, added = which[grown.nodes], added[grown.nodes] + own.start
+        nodes = self._tree.grow(partial.nodes[which], added)
+        grown = _Partial(nodes, grown.times, grown.excess)
+        keeps = np.flatnonzero((grown.excess <= 0.0).all(axis=1))
+        is_found = np.zeros(len(nodes), dtype=bool)
+        size = _CHECKED_AT_ONCE // len(self._of.rows)
+        for start in range(0, len(keeps), size):
+            some = keeps[start : start + size]
+            is_found[some] = self._keep_rows(nodes[some])
+        return grown.at(np.flatnonzero(~is_found)) if self._is_minimal else grown
+
+    def _keep_rows(self, nodes: Ints) -> npt.NDArray[np.bool_]:
+        """Which of some keep all rows; those that are wanted are found."""
+        changes = self._items.changes
+        excess = np.tile(self._of.excess, (len(nodes), 1))
+        for which, added in self._tree.parts(nodes):
+            excess[which] += changes[added]
+        keeps: npt.NDArray[np.bool_] = (excess <= 0.0).all(axis=1)
+        is_wanted = keeps.copy()
+        if self._is_minimal:
+            for which, added in self._tree.parts(nodes):
+                is_wanted[which] &= (excess[which] > changes[added]).any(axis=1)
+        self._found.append(nodes[is_wanted])
+        if sum(map(len, self._found)) > _MOST_FOUND:
+            raise _TooMany
+        return keeps
 
 
-def _items(enumeration: Enumeration, u: int, limit_ms: float) -> _Items:
-    """Points of a unit that take less than a time and are of use."""
-    table = enumeration.table
-    first, stop = table.first[u : u + 2]
-    changes = enumeration.changes[first:stop].astype(np.float64)
-    if u in enumeration.mixed:
-        segments = table.segments(u, limit_ms)
-        if segments is None:
-            return _Items([], changes[:0])
-        index, share, times = segments.index, segments.share, segments.times
-    else:
-        times = table.times[first:stop]
-        index, share = np.arange(stop - first), np.zeros(stop - first)
-    after, part = np.where(share > 0.0, index + 1, index), share[:, None]
-    changes = changes[index] * (1.0 - part) + changes[after] * part
-    is_useful = np.array(
-        [enumeration.is_useful(first + k) for k in range(stop - first)]
+def _joined(parts: list[_Partial]) -> _Partial:
+    return _Partial(
+        np.concatenate([part.nodes for part in parts]),
+        np.concatenate([part.times for part in parts]),
+        np.concatenate([part.excess for part in parts]),
     )
-    kept = np.flatnonzero((is_useful[index] | is_useful[after]) & (times < limit_ms))
-    kept = kept[np.argsort(times[kept], kind="stable")]
-    parts = zip(index[kept], share[kept], times[kept], strict=True)
-    return _Items(
-        [Part(u, int(k), float(own), float(ms)) for k, own, ms in parts], changes[kept]
+
+
+def _items(enumeration: Enumeration) -> Items:
+    table, most_ms = enumeration.table, enumeration.most_ms
+    by_column = np.stack([table.row(q) for q in enumeration.rows], axis=1)
+    by_column, useful = by_column.astype(np.float64), _useful(enumeration)
+    order, parts, changes, times = [], [], [by_column[:0]], [np.zeros(0)]
+    for u in table.depth_first:
+        first, stop = table.first[u : u + 2]
+        own, index = table.times[first:stop], np.arange(stop - first)
+        share = np.zeros(len(index))
+        if u in enumeration.mixed:
+            segments = table.segments(u, most_ms)
+            if segments is None:
+                continue
+            index, share, own = segments.index, segments.share, segments.times
+        after = np.where(share > 0.0, index + 1, index)
+        is_kept = (useful[first + index] | useful[first + after]) & (own < most_ms)
+        kept = np.flatnonzero(is_kept)
+        if not len(kept):
+            continue
+        kept = kept[np.argsort(own[kept], kind="stable")]
+        index, after, share, own = index[kept], after[kept], share[kept], own[kept]
+        values = zip(index.tolist(), share.tolist(), own.tolist(), strict=True)
+        parts.append([Part(u, *value) for value in values])
+        share = share[:, None]
+        before, behind = by_column[first + index], by_column[first + after]
+        changes.append(before * (1.0 - share) + behind * share)
+        times.append(own)
+        order.append(u)
+    first = np.cumsum([0, *map(len, parts)]).tolist()
+    behind_of_each = behind_of(table, order)
+    joined_times, joined = np.concatenate(times), np.concatenate(changes)
+    cells = (joined_times / most_ms * _CELLS).astype(np.int64)
+    return Items(
+        parts=[part for own in parts for part in own],
+        times=joined_times,
+        changes=joined,
+        first=first,
+        behind=behind_of_each,
+        most=_knapsacks(joined[:, enumeration.ending], cells, first, behind_of_each),
     )
+
+
+def _useful(enumeration: Enumeration) -> npt.NDArray[np.bool_]:
+    """Columns that take memory away, with no time where there is too much."""
+    table, is_over = enumeration.table, enumeration.is_over
+    columns, places, nbytes = table.works
+    lowered, num_columns = nbytes < 0, len(table.times)
+    frees, froms, untils = table.freed > 0, table.froms, table.untils
+    num_over = np.cumsum(np.append(0, is_over))
+    works = np.bincount(columns[lowered], minlength=num_columns) > 0
+    frees_any = frees & (froms < untils)[table.owner]
+    lowered &= is_over[places]
+    works_over = np.bincount(columns[lowered], minlength=num_columns) > 0
+    frees_over = frees & (num_over[untils] > num_over[froms])[table.owner]
+    useful: npt.NDArray[np.bool_] = np.where(
+        table.times < _LEAST_MS, works_over | frees_over, works | frees_any
+    )
+    return useful
+
+
+def _knapsacks(
+    changes: Floats, cells: Ints, first: list[int], behind: list[int]
+) -> Floats:
+    """What units from each on take away at most from each row, by time.
+
+    Args:
+        changes: What each of their points adds at the rows.
+        cells: Of the grid of times, in which each point is.
+        first, behind: As in `Items`.
+    """
+    most = np.zeros((len(behind) + 1, _CELLS + 1, changes.shape[1]))
+    for place in reversed(range(len(behind))):
+        own, others = most[place], most[behind[place]]
+        own[:] = most[place + 1]
+        start, stop = first[place : place + 2]
+        distinct, starts = np.unique(cells[start:stop], return_index=True)
+        least = np.minimum.reduceat(changes[start:stop], starts)
+        for cell, change in zip(distinct.tolist(), least, strict=True):
+            taken = others[: _CELLS + 1 - cell] - change
+            np.maximum(own[cell:], taken, out=own[cell:])
+    return most

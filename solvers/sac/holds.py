@@ -168,7 +168,7 @@ class Holds:
         """Add what is held to the changes of the live memory.
 
         Args:
-            shares: How much of each unit is chosen,
+            shares: How much of each unit is chosen, by choice in rows,
             weights: and of each column.
             change: By position; changed in place.
         """
@@ -177,35 +177,42 @@ class Holds:
             if not len(units):
                 continue
             # From the last end backwards, what is held can only grow.
-            held = np.maximum.accumulate(shares[units])
-            if not held[-1]:
+            held = np.maximum.accumulate(shares[:, units], axis=1)
+            which = held[:, -1].nonzero()[0]
+            if not len(which):
                 continue
+            held = held[which]
             if hold.kept_by:
-                held = np.minimum(np.cumsum(shares[units]), 1)
+                held = np.minimum(np.cumsum(shares[which][:, units], axis=1), 1)
             if hold.freed_by or hold.kept_by:
-                self._add_both(index, held, weights, change)
+                self._add_both(index, which, held, weights, change)
                 continue
             gained = hold.nbytes * np.diff(held, prepend=held.dtype.type(0))
-            change[hold.held_from] += hold.nbytes * held[-1]
-            np.subtract.at(change, ends, gained)
+            change[which, hold.held_from] += hold.nbytes * held[:, -1]
+            np.subtract.at(change, (which[:, None], ends), gained)
 
     def _add_both(
-        self, index: int, held: Numbers, weights: Numbers, change: Numbers
+        self,
+        index: int,
+        which: npt.NDArray[np.intp],
+        held: Numbers,
+        weights: Numbers,
+        change: Numbers,
     ) -> None:
         """Add a hold that counts only as far as it was counted as freed, or as kept."""
         hold, ends, bounds = self._holds[index], self._ends[index], self._bounds[index]
-        own = weights[self._columns[index]]
+        own = weights[which][:, self._columns[index]]
         if not own.any():
             return
         for start, stop in self._stretches[index]:
-            of_units = held[(ends > start).sum() - 1]
+            of_units = held[:, (ends > start).sum() - 1]
             if hold.kept_by:
-                both = min(own[bounds > start].sum(), of_units)
+                both = np.minimum(own[:, bounds > start].sum(axis=1), of_units)
             else:
-                both = own[bounds <= start].sum() + of_units - 1
-            if both > 0:
-                change[start] += hold.added_bytes * both
-                change[stop] -= hold.added_bytes * both
+                both = own[:, bounds <= start].sum(axis=1) + of_units - 1
+            added = hold.added_bytes * np.maximum(both, 0)
+            change[which, start] += added
+            change[which, stop] -= added
 
 
 def _ints(values: Iterable[int]) -> Ints:

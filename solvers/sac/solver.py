@@ -184,6 +184,7 @@ class Solver:
         self,
         budget_bytes: int,
         *,
+        most_ms: float,
         mixed_units: Collection[int] = (),
         raised_bytes: Ints | None = None,
     ) -> Enumeration:
@@ -191,7 +192,7 @@ class Solver:
         table = self._table
         if raised_bytes is not None:
             table = table.raised(raised_bytes)
-        return Enumeration(table, budget_bytes, mixed=mixed_units)
+        return Enumeration(table, budget_bytes, mixed=mixed_units, most_ms=most_ms)
 
     def price(
         self,

@@ -73,23 +73,28 @@ class Table:
     def live(self, weights: Numbers) -> Numbers:
         """Live memory at each position, given the weight of each column.
 
-        Exact integers if the weights are integers.
+        Of one choice, or of several in rows. Exact integers if the weights are
+        integers.
         """
-        used = np.flatnonzero(weights)
-        shares = weights[used]
-        change = np.zeros(len(self.base) + 1, dtype=weights.dtype)
+        by_choice = np.atleast_2d(weights)
+        which, used = by_choice.nonzero()
+        shares, owner = by_choice[which, used], self.owner[used]
+        change = np.zeros((len(by_choice), len(self.base) + 1), dtype=weights.dtype)
         freed = self.freed[used] * shares
-        np.subtract.at(change, self.froms[self.owner[used]], freed)
-        np.add.at(change, self.untils[self.owner[used]], freed)
+        np.subtract.at(change, (which, self.froms[owner]), freed)
+        np.add.at(change, (which, self.untils[owner]), freed)
         if self.problem.holds:
-            of_units = np.zeros(len(self.parents), dtype=weights.dtype)
-            np.add.at(of_units, self.owner, weights)
-            self.holds.add(of_units, weights, change)
-        live: Numbers = self.base + np.cumsum(change[:-1])
-        for column, share in zip(used.tolist(), shares, strict=True):
-            low, high = self._work_first[column : column + 2]
-            np.add.at(live, self._work_at[low:high], self._work[low:high] * share)
-        return live
+            of_units = np.zeros((len(by_choice), len(self.parents)), weights.dtype)
+            np.add.at(of_units, (which, owner), shares)
+            self.holds.add(of_units, by_choice, change)
+        live = self.base + np.cumsum(change[:, :-1], axis=1)
+        firsts, counts = self._work_first[used], self._work_counts[used]
+        entries = np.repeat(firsts - np.cumsum(counts) + counts, counts)
+        entries += np.arange(len(entries))
+        added = self._work[entries] * np.repeat(shares, counts)
+        np.add.at(live, (np.repeat(which, counts), self._work_at[entries]), added)
+        lives: Numbers = live.reshape(*weights.shape[:-1], -1)
+        return lives
 
     def row(self, position: int) -> Ints:
         """What each column adds to the live memory at a position; not to be changed."""
@@ -182,13 +187,19 @@ class Table:
         low, high = self._work_first[column : column + 2]
         return self._work_at[low:high], self._work[low:high]
 
+    @property
+    def works(self) -> tuple[Ints, Ints, Ints]:
+        """Columns, positions and bytes of all working sets."""
+        columns = np.repeat(np.arange(len(self.times)), self._work_counts)
+        return columns, self._work_at, self._work
+
     def _numbered(self, key: object) -> int:
         return self._number.setdefault(key, len(self._number))
 
     def _by_column(self, units: Sequence[Unit]) -> None:
         """Working sets, column by column."""
         positions, work, places = [_NONE], [_NONE], [_NONE]
-        counts = [np.zeros(1, dtype=np.int64)]
+        counts = [_NONE]
         for unit in units:
             own = np.array([q for q, _ in unit.working], dtype=np.int64)
             by_point = _extras(unit).T
@@ -197,7 +208,8 @@ class Table:
             work.append(by_point[columns, rows])
             counts.append(np.bincount(columns, minlength=len(unit.points)))
             places.append(own)
-        self._work_first = np.cumsum(np.concatenate(counts)).tolist()
+        self._work_counts = np.concatenate(counts)
+        self._work_first = np.cumsum(np.append(0, self._work_counts))
         self._work_at = np.concatenate(positions)
         self._work = np.concatenate(work)
         self._by_position(places[1:])
