@@ -171,7 +171,7 @@ class Chooser(StepModel):
     ) -> Search:
         """Search with another MILP for what is cheaper than the choice of a search."""
         other = Search(chooser, search.budget_bytes, search.options, None)
-        other.work_left = most_work
+        other.work_left, other.likely_ms = most_work, search.bound_ms
         other.mends_left, other.asks_floor = most_mends, False
         other.offer(search.choice)
         other.run()

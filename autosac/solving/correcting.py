@@ -52,6 +52,7 @@ class Search:
         start: What smaller budgets of a sweep found.
         choice: The cheapest choice so far that fits, and its time.
         bound_ms: Of the solve with the lowest rows.
+        likely_ms: The same of the last solve, or what is known of a search like this.
         mends_left: How many choices that break the budget may still be mended.
         work_left: Of all MILPs that are still to be solved.
         descends: Whether an allocator may add to choices, so that it pays to lower one
@@ -67,6 +68,7 @@ class Search:
     choice: Choice | None = None
     time_ms: float = math.inf
     bound_ms: float = 0.0
+    likely_ms: float = 0.0
     mends_left: int = _MOST_MENDS
     work_left: int = MOST_WORK
     descends: bool = False
@@ -233,6 +235,7 @@ class Search:
             raised=raised,
             start=self.start,
             least_ms=0.0 if proves else self.bound_ms,
+            likely_ms=self.likely_ms,
             most_ms=self.time_ms,
             most_work=most_work,
             near=self._near,
@@ -242,6 +245,7 @@ class Search:
         # Where the gap is wide a solve may do more; that is not taken from others.
         self.work_left -= min(solution.work, most_work)
         self._last_rows = solution.rows
+        self.likely_ms = solution.bound_ms or 0.0
         return solution
 
     def _next_rows(

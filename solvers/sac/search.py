@@ -50,6 +50,8 @@ class Search(RowSearch):
         table, units, backend, time_limit_s, relative_gap, most_work, mixed, start: As
             `RowSearch`.
         least_ms: No choice takes less time, as is known already.
+        likely_ms: Hardly any choice is likely to take less: whether one does is asked
+            first.
         most_ms: Only choices that take less time are of interest.
         near: A choice that nearly keeps the budget; what it takes to keep it is tried.
         rows: Positions that bound a problem like this one.
@@ -72,6 +74,7 @@ class Search(RowSearch):
         relative_gap: float,
         most_work: int | None = None,
         least_ms: float = 0.0,
+        likely_ms: float = 0.0,
         most_ms: float = math.inf,
         mixed: Collection[int] = (),
         near: Choice | None = None,
@@ -97,6 +100,7 @@ class Search(RowSearch):
         if start is not None and start.rows:
             self.rows = list(start.rows)
         self.bound = least_ms
+        self._likely = likely_ms
         self.prices: dict[int, float] = {}
         self._best = most_ms
 
@@ -284,7 +288,7 @@ class Search(RowSearch):
         share = _NARROW
         while not self._is_done() and not self._is_late():
             most_ms = self._interesting_ms
-            limit_ms = min(most_ms, self._limit_ms(share))
+            limit_ms = min(most_ms, max(self._limit_ms(share), self._likely))
             before_ms = self.bound, self._best
             model, outcome, weights = self._solve(
                 budget_bytes, limit_ms=limit_ms, tolerance_ms=tolerance_ms

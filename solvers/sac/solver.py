@@ -94,6 +94,7 @@ class Solver:
         start: Start | None = None,
         raised_bytes: Ints | None = None,
         least_ms: float = 0.0,
+        likely_ms: float = 0.0,
         most_ms: float = math.inf,
     ) -> SacSolution:
         """Choose whole points with the least recompute time: see `solve`.
@@ -106,8 +107,9 @@ class Solver:
         units and shares of their points near the bound; choices that it makes of them
         count as `most_ms` does. A search that `polishes` goes on for a little while
         when the gap is reached.
-        No choice takes less than `least_ms`, as is known already; only one that takes
-        less than `most_ms` is of interest, and without one there is no incumbent.
+        No choice takes less than `least_ms`, as is known already, or hardly any than
+        `likely_ms`, which is tried first; only one that takes less than `most_ms` is of
+        interest, and without one there is no incumbent.
         """
         started = perf_counter()
         nothing: Choice = [None] * len(self.problem.units)
@@ -124,6 +126,7 @@ class Solver:
             most_work=most_work,
             relative_gap=relative_gap,
             least_ms=least_ms,
+            likely_ms=likely_ms,
             most_ms=most_ms,
             mixed=mixed_units,
             near=None if near is None else list(near),
