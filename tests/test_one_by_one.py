@@ -95,7 +95,7 @@ def test_the_bound_ends_where_nothing_more_is_replayed(problem, seed):
     search = looking(problem, step, times[0], times[-1] * 2)
     step.true_peak_bytes = lambda choice: problem.budget_bytes + 1
     step.takes_replay = lambda choice: True
-    search.looks_left = 1
+    search.most_looks = 1
 
     assert search.cheapest(times[-1] * 2) is None
 

@@ -126,13 +126,11 @@ class Chooser(StepModel):
     def _close_wide_gap(self, search: Search) -> None:
         """Look elsewhere for a cheaper choice, where an allocator decides what fits."""
         search.look_one_by_one()
-        if self._usual is None:
+        if self._usual is None or search.work > MOST_WORK:
             return
-        known = search.choice
         search.look_around(_WIDE_GAP)
         is_best = self._is_best_in_own_blocks(search)
-        if search.choice is not known:
-            search.look_one_by_one()
+        search.look_on(_WIDE_GAP)
         if is_best or search.is_within(_WIDE_GAP):
             return
         if self._in_usual_blocks is not None:

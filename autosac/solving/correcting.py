@@ -24,6 +24,7 @@ from autosac.solvers import sac
 from autosac.solving.corrections import Rows
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import recompute_ms
+from autosac.solving.one_by_one import OneByOne
 from autosac.solving.rules_of_thumb import Choice, FloatArray
 from autosac.solving.segmented import search_segments
 from autosac.solving.solve_options import SolveOptions
@@ -54,7 +55,8 @@ class Search:
         bound_ms: Of the solve with the lowest rows.
         likely_ms: The same of the last solve, or what is known of a search like this.
         mends_left: How many choices that break the budget may still be mended.
-        work_left: Of all MILPs that are still to be solved.
+        work_left: Of all MILPs that are still to be solved,
+        work: and of those that were: where the gap is wide it is more than was left.
         descends: Whether an allocator may add to choices, so that it pays to lower one
             that breaks the budget.
         asks_floor: Whether rows come down where the MILP's least peak is above the
@@ -71,6 +73,7 @@ class Search:
     likely_ms: float = 0.0
     mends_left: int = _MOST_MENDS
     work_left: int = MOST_WORK
+    work: int = 0
     descends: bool = False
     asks_floor: bool = True
     _breaking_ms: float = 0.0
@@ -82,6 +85,7 @@ class Search:
     _is_feasible: bool = False  # as far as the MILP's relaxation can tell
     _lowest: IntArray | None = None  # rows whose bound holds
     _last_rows: tuple[int, ...] = ()  # of the last solve: positions
+    _looking: OneByOne | None = None
     _understated: IntArray | None = None  # memory of the last mixture that broke it
     _rows: Rows = field(init=False)
 
@@ -219,13 +223,18 @@ class Search:
         """
         if self._lowest is None or self.is_within(_SMALL_GAP):
             return
-        looking = self.chooser.one_by_one(
+        self._looking = self.chooser.one_by_one(
             self.budget_bytes, self._lowest, self.options, self.time_ms
         )
-        looking.bound_ms = self.bound_ms
-        cheaper = looking.cheapest(self.time_ms)
-        self._offer_spent(cheaper)
-        self.bound_ms = looking.bound_ms
+        self._looking.bound_ms = self.bound_ms
+        self._offer_spent(self._looking.cheapest(self.time_ms))
+        self.bound_ms = self._looking.bound_ms
+
+    def look_on(self, gap: float) -> None:
+        """Go on with that, as long as the gap is wider than some gap."""
+        if self._looking is not None and not self.is_within(gap):
+            self._offer_spent(self._looking.first(self.time_ms))
+            self.bound_ms = self._looking.bound_ms
 
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:
         most_work = int(_FIRST_SHARE * self.work_left)
@@ -244,6 +253,7 @@ class Search:
         )
         # Where the gap is wide a solve may do more; that is not taken from others.
         self.work_left -= min(solution.work, most_work)
+        self.work += solution.work
         self._last_rows = solution.rows
         self.likely_ms = solution.bound_ms or 0.0
         return solution

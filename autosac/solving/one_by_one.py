@@ -18,12 +18,12 @@ from autosac.solvers import sac
 from autosac.solving.formulation import Formulation
 from autosac.solving.rules_of_thumb import Choice
 
-_MOST_LOOKED_AT = 2000  # choices that keep all rows, some tenths of a ms each
-_MOST_REPLAYS = 800
-_MOST_BLOCKS = 800_000  # of an allocator in all of these: a second
-_FEWEST_REPLAYS = 16  # of a long step: where they are dear, few prove nothing
+_MOST_LOOKED_AT = 1000  # choices that keep all rows, some tenths of a ms each
+_MOST_REPLAYS = 400
+_MOST_BLOCKS = 400_000  # of an allocator in all of these: half a second
+_FEWEST_REPLAYS = 8  # of a long step: where they are dear, few prove nothing
 _FIRST_SHARE = 1 / 32  # above the bound, at first
-_BISECTIONS = 4  # of a stretch in which there are too many
+_BISECTIONS = 3  # of a stretch in which there are too many
 
 
 @dataclass(slots=True)
@@ -37,8 +37,7 @@ class OneByOne:
         budget_bytes: Cap on the true peak.
         relative_gap: How near to the best known choice none is of interest.
         bound_ms: No choice that fits takes less.
-        replays_left: How many choices may still be replayed,
-        looks_left: and how many be looked at.
+        most_looks: How many choices may be looked at in one go.
     """
 
     simulator: Simulator
@@ -47,13 +46,10 @@ class OneByOne:
     budget_bytes: int
     relative_gap: float
     bound_ms: float = 0.0
-    replays_left: int = 0
-    looks_left: int = _MOST_LOOKED_AT
+    most_looks: int = _MOST_LOOKED_AT
+    _replays_left: int = 0
+    _looks_left: int = 0
     _too_many_ms: float = math.inf  # that take less
-
-    def __post_init__(self) -> None:
-        affordable = _MOST_BLOCKS // self.simulator.num_storages
-        self.replays_left = min(_MOST_REPLAYS, affordable)
 
     def cheapest(self, best_ms: float) -> Choice | None:
         """The first choice found that takes less than a time and fits.
@@ -64,19 +60,26 @@ class OneByOne:
         Args:
             best_ms: Time of the best known one.
         """
+        minimal = self._look(best_ms, is_minimal=True)
+        if minimal is not None:
+            best_ms, _ = minimal
+        fitting = self._look(best_ms, is_minimal=False) or minimal
+        return None if fitting is None else fitting[1]
+
+    def first(self, best_ms: float) -> Choice | None:
+        """The first of all that take less than a time, once more."""
+        fitting = self._look(best_ms, is_minimal=False)
+        return None if fitting is None else fitting[1]
+
+    def _look(self, best_ms: float, *, is_minimal: bool) -> tuple[float, Choice] | None:
+        affordable = _MOST_BLOCKS // self.simulator.num_storages
         is_settled = self.enumeration.most_ms <= self.bound_ms
-        if is_settled or self.replays_left < _FEWEST_REPLAYS:
+        if is_settled or affordable < _FEWEST_REPLAYS:
             return None
-        best: Choice | None = None
-        spared = self.replays_left // 2  # for the others, which prove more
-        self.replays_left -= spared
-        for is_minimal in (True, False):
-            self.enumeration.nodes_left = sac.MOST_NODES
-            self.replays_left += 0 if is_minimal else spared
-            fitting = self._first_fitting(best_ms, is_minimal=is_minimal)
-            if fitting is not None:
-                best_ms, best = fitting
-        return best
+        self._replays_left = min(_MOST_REPLAYS, affordable)
+        self._looks_left = self.most_looks
+        self.enumeration.nodes_left = sac.MOST_NODES
+        return self._first_fitting(best_ms, is_minimal=is_minimal)
 
     def _first_fitting(
         self, best_ms: float, *, is_minimal: bool
@@ -87,16 +90,16 @@ class OneByOne:
                 self.bound_ms = max(start_ms, min(ms, best_ms))
             if not parts:
                 continue
-            if not self.looks_left:
+            if not self._looks_left:
                 break
-            self.looks_left -= 1
+            self._looks_left -= 1
             choice = self._decode(parts)
             if self.simulator.peak_bytes(choice) > self.budget_bytes:
                 continue
             if self.simulator.takes_replay(choice):
-                if not self.replays_left:
+                if not self._replays_left:
                     break
-                self.replays_left -= 1
+                self._replays_left -= 1
             if self._fits(choice):
                 return ms, choice
         return None

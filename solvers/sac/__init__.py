@@ -1,6 +1,7 @@
 """Which modules to put under AC and how much each recomputes: the main MILP."""
 
-from .enumeration import MOST_NODES, Enumeration, Part
+from .enumeration import MOST_NODES, Enumeration
+from .items import Part
 from .problem import Between, Breakpoint, Hold, SacProblem, Unit, live_bytes
 from .rows import TOLERANCE_BYTES
 from .search import Finer

@@ -6,9 +6,6 @@ for one of its points, and all partial choices at once: what is left of them aft
 unit goes on to the next. One ends where a row cannot be kept any more: knapsacks over
 a grid of times, one for each of some rows above the budget, say what the units to come
 take away at most in the time that is left.
-
-A point that takes nothing away is of no use, and left out. So is one that takes no time
-and nothing away from where there is too much.
 """
 
 from __future__ import annotations
@@ -23,36 +20,17 @@ import numpy as np
 import numpy.typing as npt
 
 from .holds import Ints
+from .items import CELLS, Items, Part, useful_items
 from .rows import TOLERANCE_BYTES
-from .surrogate import behind_of
 from .table import Floats, Table
 
 MOST_NODES = 3_000_000  # of all enumerations of a kind, a tenth of a us each
 _MOST_FOUND = 20_000  # by one of them, some 20 us each
 _MOST_ROWS = 256  # of those above the budget
 _MOST_ENDING = 16  # of these, by which partial choices end
-_CELLS = 128  # of the grid of times
-_AT_ONCE = 2**16  # partial choices and points that are tried together
+_AT_ONCE = 2**16  # partial choices with one item more
 _CHECKED_AT_ONCE = 2**20  # rows, positions or columns of choices
-_LEAST_MS = 1e-9
 _NOISE = 1e-9  # of a grid cell: rounding
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A point that is chosen.
-
-    Attributes:
-        unit: Of which unit.
-        point: Which of its points, or the one before it,
-        share: and how far it is on the way to the next one.
-        recompute_ms: What it takes.
-    """
-
-    unit: int
-    point: int
-    share: float
-    recompute_ms: float
 
 
 def _time_ms(parts: Sequence[Part]) -> float:
@@ -112,7 +90,14 @@ class Enumeration:
     @cached_property
     def items(self) -> Items:
         """Points that are of use."""
-        return _items(self)
+        return useful_items(
+            self.table,
+            self.rows,
+            self.ending,
+            is_over=self.is_over,
+            mixed=self.mixed,
+            most_ms=self.most_ms,
+        )
 
     def below(
         self, limit_ms: float, *, is_minimal: bool = False
@@ -160,27 +145,6 @@ class Enumeration:
             cap = self.budget_bytes + TOLERANCE_BYTES * np.array(is_mixed)
             kept += (self.table.live(weights).max(axis=1) <= cap).tolist()
         return kept
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """Points that are of use, unit by unit, those around others first.
-
-    Attributes:
-        parts: The points, the fastest of each unit first,
-        times: and what they take.
-        changes: What each adds at the rows.
-        first: The first of each unit, and their number.
-        behind: Of each unit the next one that is not inside it.
-        most: What units from each on take away at most from some rows, by time.
-    """
-
-    parts: list[Part]
-    times: Floats
-    changes: Floats
-    first: list[int]
-    behind: list[int]
-    most: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +225,8 @@ class _Search:
             here = self._possible(_joined(waiting[place]), place)
             waiting[place] = []
             waiting[place + 1].append(here)
-            num_points = items.first[place + 1] - items.first[place]
-            size = max(1, _AT_ONCE // num_points)
-            for start in range(0, len(here.nodes), size):
-                some = here.at(slice(start, start + size))
-                waiting[behind].append(self._with_point(some, place))
+            for which, added in self._pairs(here, place):
+                waiting[behind].append(self._with_points(here, which, added, behind))
         nodes = np.concatenate([np.zeros(0, dtype=np.int64), *self._found])
         chosen: list[list[int]] = [[] for _ in range(len(nodes))]
         for which, added in self._tree.parts(nodes):
@@ -277,29 +238,43 @@ class _Search:
         """Those that units from a place on can make keep the budget."""
         self._of.nodes_left -= len(partial.nodes)
         left = (self._limit_ms - partial.times) / self._of.most_ms
-        cells = np.minimum(_CELLS, (left * _CELLS + _NOISE).astype(np.int64))
+        cells = np.minimum(CELLS, (left * CELLS + _NOISE).astype(np.int64))
         most = self._items.most[place, cells]
         return partial.at(np.flatnonzero((most >= partial.excess).all(axis=1)))
 
-    def _with_point(self, partial: _Partial, place: int) -> _Partial:
-        """Those that come of some and a point of the unit at a place."""
-        items = self._items
-        own = slice(items.first[place], items.first[place + 1])
-        times = partial.times[:, None] + items.times[own]
-        which, added = np.nonzero(times < self._limit_ms)
-        if self._of.nodes_left <= len(which):
+    def _pairs(
+        self, partial: _Partial, place: int
+    ) -> Iterator[tuple[npt.NDArray[np.intp], Ints]]:
+        """Partial choices, and items at a place for which each has time left."""
+        first, stop = self._items.first[place : place + 2]
+        left_ms = self._limit_ms - partial.times
+        counts = self._items.times[first:stop].searchsorted(left_ms)
+        if self._of.nodes_left <= counts.sum():
             self._of.nodes_left = 0
             raise _TooMany
-        changes = items.changes[own, self._of.ending]
+        which = np.repeat(np.arange(len(counts)), counts)
+        added = first + np.arange(len(which))
+        added -= np.repeat(np.cumsum(counts) - counts, counts)
+        for start in range(0, len(which), _AT_ONCE):
+            yield which[start : start + _AT_ONCE], added[start : start + _AT_ONCE]
+
+    def _with_points(
+        self,
+        partial: _Partial,
+        which: npt.NDArray[np.intp],
+        added: Ints,
+        behind: int,
+    ) -> _Partial:
+        """Some of partial choices, each with an item; other units come after it."""
         grown = self._possible(
             _Partial(
                 np.arange(len(which)),
-                times[which, added],
-                partial.excess[which] + changes[added],
+                partial.times[which] + self._items.times[added],
+                partial.excess[which] + self._items.ending[added],
             ),
-            items.behind[place],
+            behind,
         )
-        which, added = which[grown.nodes], added[grown.nodes] + own.start
+        which, added = which[grown.nodes], added[grown.nodes]
         nodes = self._tree.grow(partial.nodes[which], added)
         grown = _Partial(nodes, grown.times, grown.excess)
         keeps = np.flatnonzero((grown.excess <= 0.0).all(axis=1))
@@ -316,11 +291,12 @@ class _Search:
         excess = np.tile(self._of.excess, (len(nodes), 1))
         for which, added in self._tree.parts(nodes):
             excess[which] += changes[added]
-        keeps: npt.NDArray[np.bool_] = (excess <= 0.0).all(axis=1)
+        keeps = np.asarray((excess <= 0.0).all(axis=1))
         is_wanted = keeps.copy()
         if self._is_minimal:
             for which, added in self._tree.parts(nodes):
-                is_wanted[which] &= (excess[which] > changes[added]).any(axis=1)
+                is_needed = (excess[which] > changes[added]).any(axis=1)
+                is_wanted[which[~is_needed]] = False
         self._found.append(nodes[is_wanted])
         if sum(map(len, self._found)) > _MOST_FOUND:
             raise _TooMany
@@ -333,86 +309,3 @@ def _joined(parts: list[_Partial]) -> _Partial:
         np.concatenate([part.times for part in parts]),
         np.concatenate([part.excess for part in parts]),
     )
-
-
-def _items(enumeration: Enumeration) -> Items:
-    table, most_ms = enumeration.table, enumeration.most_ms
-    by_column = np.stack([table.row(q) for q in enumeration.rows], axis=1)
-    by_column, useful = by_column.astype(np.float64), _useful(enumeration)
-    order, parts, changes, times = [], [], [by_column[:0]], [np.zeros(0)]
-    for u in table.depth_first:
-        first, stop = table.first[u : u + 2]
-        own, index = table.times[first:stop], np.arange(stop - first)
-        share = np.zeros(len(index))
-        if u in enumeration.mixed:
-            segments = table.segments(u, most_ms)
-            if segments is None:
-                continue
-            index, share, own = segments.index, segments.share, segments.times
-        after = np.where(share > 0.0, index + 1, index)
-        is_kept = (useful[first + index] | useful[first + after]) & (own < most_ms)
-        kept = np.flatnonzero(is_kept)
-        if not len(kept):
-            continue
-        kept = kept[np.argsort(own[kept], kind="stable")]
-        index, after, share, own = index[kept], after[kept], share[kept], own[kept]
-        values = zip(index.tolist(), share.tolist(), own.tolist(), strict=True)
-        parts.append([Part(u, *value) for value in values])
-        share = share[:, None]
-        before, behind = by_column[first + index], by_column[first + after]
-        changes.append(before * (1.0 - share) + behind * share)
-        times.append(own)
-        order.append(u)
-    first = np.cumsum([0, *map(len, parts)]).tolist()
-    behind_of_each = behind_of(table, order)
-    joined_times, joined = np.concatenate(times), np.concatenate(changes)
-    cells = (joined_times / most_ms * _CELLS).astype(np.int64)
-    return Items(
-        parts=[part for own in parts for part in own],
-        times=joined_times,
-        changes=joined,
-        first=first,
-        behind=behind_of_each,
-        most=_knapsacks(joined[:, enumeration.ending], cells, first, behind_of_each),
-    )
-
-
-def _useful(enumeration: Enumeration) -> npt.NDArray[np.bool_]:
-    """Columns that take memory away, with no time where there is too much."""
-    table, is_over = enumeration.table, enumeration.is_over
-    columns, places, nbytes = table.works
-    lowered, num_columns = nbytes < 0, len(table.times)
-    frees, froms, untils = table.freed > 0, table.froms, table.untils
-    num_over = np.cumsum(np.append(0, is_over))
-    works = np.bincount(columns[lowered], minlength=num_columns) > 0
-    frees_any = frees & (froms < untils)[table.owner]
-    lowered &= is_over[places]
-    works_over = np.bincount(columns[lowered], minlength=num_columns) > 0
-    frees_over = frees & (num_over[untils] > num_over[froms])[table.owner]
-    useful: npt.NDArray[np.bool_] = np.where(
-        table.times < _LEAST_MS, works_over | frees_over, works | frees_any
-    )
-    return useful
-
-
-def _knapsacks(
-    changes: Floats, cells: Ints, first: list[int], behind: list[int]
-) -> Floats:
-    """What units from each on take away at most from each row, by time.
-
-    Args:
-        changes: What each of their points adds at the rows.
-        cells: Of the grid of times, in which each point is.
-        first, behind: As in `Items`.
-    """
-    most = np.zeros((len(behind) + 1, _CELLS + 1, changes.shape[1]))
-    for place in reversed(range(len(behind))):
-        own, others = most[place], most[behind[place]]
-        own[:] = most[place + 1]
-        start, stop = first[place : place + 2]
-        distinct, starts = np.unique(cells[start:stop], return_index=True)
-        least = np.minimum.reduceat(changes[start:stop], starts)
-        for cell, change in zip(distinct.tolist(), least, strict=True):
-            taken = others[: _CELLS + 1 - cell] - change
-            np.maximum(own[cell:], taken, out=own[cell:])
-    return most
