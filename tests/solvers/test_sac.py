@@ -336,11 +336,12 @@ def test_layers_and_trees_of_modules_match_trying_every_choice(problem):
 @given(
     problem=st.one_of(sac_problems(), layered_problems(), deep_trees()),
     told=st.sampled_from([0.0, 0.9, 1.0]),
+    likely=st.sampled_from([0.0, 0.5, 1.0, 1.2]),
     known=st.sampled_from([1.0, 1.3, math.inf]),
     gap=st.sampled_from([1e-3, 0.2]),
 )
 def test_no_bound_exceeds_the_optimum_whatever_is_known_before(
-    problem, told, known, gap
+    problem, told, likely, known, gap
 ):
     best = least_time(problem)
     if best is None:
@@ -349,6 +350,7 @@ def test_no_bound_exceeds_the_optimum_whatever_is_known_before(
     found = Solver(problem).solve(
         problem.budget_bytes,
         least_ms=told * best,
+        likely_ms=likely * best,
         most_ms=known * best if known < math.inf else math.inf,
         relative_gap=gap,
     )
@@ -356,6 +358,17 @@ def test_no_bound_exceeds_the_optimum_whatever_is_known_before(
     assert found.bound_ms <= best * (1 + 1e-9)
     if known == math.inf:
         assert found.recompute_ms <= best / (1.0 - gap) * (1 + 1e-9)
+
+
+@given(problem=st.one_of(sac_problems(), layered_problems(), deep_trees()))
+def test_memory_of_many_choices_is_that_of_each(problem):
+    table = Table(problem)
+    choices = [chosen for *_, chosen in sac_choices(problem)]
+    weights = np.array([table.weights(chosen) for chosen in choices])
+
+    for chosen, live in zip(choices, table.live(weights), strict=True):
+        assert live.max() == peak_of(problem, chosen)
+        assert (live == table.live(table.weights(chosen))).all()
 
 
 @examples(30)
