@@ -31,6 +31,7 @@ _WIDER = 4.0  # and then fewer of them
 _NARROW = 0.02  # likewise, where points are mixed,
 _LESS_NARROW = 1.5  # and then so many times as much,
 _MUCH_LESS = 2.25  # or so many if nothing lies below it
+_LIKELY = 1 - 1 / 64  # of a likely bound: at the bound itself proofs take long
 _RISE = 1e-4  # of a relaxation that new rows are worth,
 _POLISHING_WORK = 300_000  # to get well below the gap that was asked for,
 _POLISHED = 1 / 64  # as a share of it
@@ -50,8 +51,8 @@ class Search(RowSearch):
         table, units, backend, time_limit_s, relative_gap, most_work, mixed, start: As
             `RowSearch`.
         least_ms: No choice takes less time, as is known already.
-        likely_ms: Hardly any choice is likely to take less: whether one does is asked
-            first.
+        likely_ms: Hardly any choice is likely to take less: whether one takes a little
+            less than that is asked first.
         most_ms: Only choices that take less time are of interest.
         near: A choice that nearly keeps the budget; what it takes to keep it is tried.
         rows: Positions that bound a problem like this one.
@@ -100,7 +101,7 @@ class Search(RowSearch):
         if start is not None and start.rows:
             self.rows = list(start.rows)
         self.bound = least_ms
-        self._likely = likely_ms
+        self._likely = _LIKELY * likely_ms
         self.prices: dict[int, float] = {}
         self._best = most_ms
 
