@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .holds import Ints
-from .items import CELLS, Items, Part, useful_items
+from .items import CELLS, Items, Part, row_with_holds, useful_items
 from .rows import TOLERANCE_BYTES
 from .table import Floats, Table
 
@@ -31,6 +31,7 @@ _MOST_ENDING = 16  # of these, by which partial choices end
 _AT_ONCE = 2**16  # partial choices with one item more
 _CHECKED_AT_ONCE = 2**20  # rows, positions or columns of choices
 _NOISE = 1e-9  # of a grid cell: rounding
+_ROUNDING_BYTES = 0.5  # of sums of parts of bytes
 
 
 def _time_ms(parts: Sequence[Part]) -> float:
@@ -74,25 +75,25 @@ class Enumeration:
         over = np.flatnonzero(self.is_over)
         stride = -(-len(over) // _MOST_ROWS) or 1
         rows = [int(table.base.argmax()), *over[::stride].tolist()]
-        most: dict[bytes, tuple[float, int]] = {}  # of rows alike only the highest
-        for q in rows:
-            # Holds that take away: all of them may.
+        by_changes: dict[bytes, tuple[int, Floats]] = {}
+        for q in rows:  # of those that are alike only the highest counts
+            row = row_with_holds(table, q)
             excess = int(table.base[q]) - budget_bytes
-            excess += sum(min(hold.added_bytes, 0) for hold in table.holds.at(q))
-            key = table.row(q).tobytes()
-            most[key] = max(most.get(key, (-math.inf, q)), (excess, q))
-        tolerance_bytes = TOLERANCE_BYTES if self.mixed else 0
-        self.rows = [q for _, q in most.values()]
-        least = [excess - tolerance_bytes for excess, _ in most.values()]
+            known = by_changes.get(row.tobytes())
+            if known is None or excess > known[0]:
+                by_changes[row.tobytes()] = excess, row
+        tolerance_bytes = TOLERANCE_BYTES if self.mixed else _ROUNDING_BYTES
+        least = [excess - tolerance_bytes for excess, _ in by_changes.values()]
         self.excess = np.array(least, dtype=np.float64)
-        self.ending = slice(None, None, -(-len(self.rows) // _MOST_ENDING))
+        self.changes = np.stack([row for _, row in by_changes.values()], axis=1)
+        self.ending = slice(None, None, -(-len(least) // _MOST_ENDING))
 
     @cached_property
     def items(self) -> Items:
         """Points that are of use."""
         return useful_items(
             self.table,
-            self.rows,
+            self.changes,
             self.ending,
             is_over=self.is_over,
             mixed=self.mixed,
@@ -279,7 +280,7 @@ class _Search:
         grown = _Partial(nodes, grown.times, grown.excess)
         keeps = np.flatnonzero((grown.excess <= 0.0).all(axis=1))
         is_found = np.zeros(len(nodes), dtype=bool)
-        size = _CHECKED_AT_ONCE // len(self._of.rows)
+        size = _CHECKED_AT_ONCE // len(self._of.excess)
         for start in range(0, len(keeps), size):
             some = keeps[start : start + size]
             is_found[some] = self._keep_rows(nodes[some])

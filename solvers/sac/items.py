@@ -60,9 +60,26 @@ class Items:
     most: Floats
 
 
+def row_with_holds(table: Table, position: int) -> Floats:
+    """What each column adds to the live memory at a position, at least.
+
+    Of what units hold together each adds its part, or all where it is taken away.
+    """
+    row = table.row(position).astype(np.float64)
+    for hold in table.holds.at(position):
+        if hold.columns is not None:  # counts if one of these is chosen as well
+            row[hold.columns] += min(hold.added_bytes, 0)
+            continue
+        num_parts = len(hold.holders) if hold.added_bytes > 0 else 1
+        added = hold.added_bytes / num_parts
+        for u in hold.holders.tolist():
+            row[table.first[u] : table.first[u + 1]] += added
+    return row
+
+
 def useful_items(
     table: Table,
-    rows: Sequence[int],
+    by_column: Floats,
     ending: slice,
     *,
     is_over: npt.NDArray[np.bool_],
@@ -73,14 +90,12 @@ def useful_items(
 
     Args:
         table: The units.
-        rows: Positions.
-        ending: Those of them that partial choices end by.
+        by_column: What each column adds at some rows.
+        ending: Those rows that partial choices end by.
         is_over: Which of all positions are above the budget without AC.
         mixed: Units whose points are a selection from a finer curve.
         most_ms: That time. The grid ends there.
     """
-    by_row = [table.row(q) for q in rows]
-    by_column: Floats = np.stack(by_row, axis=1).astype(np.float64)
     useful = _useful(table, is_over)
     order: list[int] = []
     parts: list[list[Part]] = []
