@@ -9,8 +9,9 @@ the same in the first backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from autosac.simulation.caching_allocator import (
     CachingAllocator,
     small_block_bytes,
 )
-from autosac.simulation.large_blocks import LargeBlocks
+from autosac.simulation.known_plays import KnownPlays
 from autosac.step.ledger import Ledger
 from autosac.step.tape import IntArray, Op, Tape
 
@@ -108,7 +109,7 @@ def block_bytes(
     """Size of the block that each allocation of a step gets in the end; 0 for none."""
     blocks = _Requests(step.nbytes.tolist(), CachingAllocator(settings=settings))
     none_small = np.zeros_like(step.nbytes)
-    _play(step, first, settings, blocks, none_small, len(step.nbytes))
+    _play(step, first, settings, _with(blocks), none_small, len(step.nbytes))
     return np.array(blocks.sizes, dtype=np.int64)
 
 
@@ -139,6 +140,7 @@ def handed_out(
     settings: AllocatorSettings = _DEFAULT,
     gone: IntArray | None = None,
     most_bytes: int | None = None,
+    known: KnownPlays | None = None,
 ) -> list[HandedOut]:
     """What the allocator hands out in the first steps of a training.
 
@@ -152,15 +154,20 @@ def handed_out(
         settings: Of the allocator and the program.
         gone: Sizes of what was there before, and left free blocks.
         most_bytes: Ends in the midst of the first step whose peak is higher: a bound.
+        known: Of other plans of the same step.
     """
     nbytes = _with_gone(step, gone)
     small_bytes = small_block_bytes(step.nbytes)
     if settings.garbage_collection_threshold is not None:
         small_bytes[:] = 0  # what goes depends on all that is reserved
-    blocks: _Blocks = _Requests(nbytes.tolist(), CachingAllocator(settings=settings))
+    begin: _Begin
     if replace(settings, state_is_loaded=False) == _DEFAULT:
-        blocks = LargeBlocks.of(nbytes)
-    return _play(step, first, settings, blocks, small_bytes, len(nbytes), most_bytes)
+        plays = KnownPlays() if known is None else known
+        begin = partial(plays.begin, nbytes)
+    else:
+        blocks = _Requests(nbytes.tolist(), CachingAllocator(settings=settings))
+        begin = _with(blocks)
+    return _play(step, first, settings, begin, small_bytes, len(nbytes), most_bytes)
 
 
 def _with_gone(step: Ledger, gone: IntArray | None) -> IntArray:
@@ -205,7 +212,7 @@ def replay(
     nbytes = _with_gone(step, gone)
     blocks = _Requests(nbytes.tolist(), allocator)
     none_small = np.zeros_like(step.nbytes)
-    played = _play(step, first, settings, blocks, none_small, len(nbytes))
+    played = _play(step, first, settings, _with(blocks), none_small, len(nbytes))
     if steps is not None:
         steps += played
     return allocator
@@ -215,19 +222,23 @@ class _Blocks(Protocol):
     """An allocator that plays events of numbered requests: see `LargeBlocks`."""
 
     @property
-    def addresses(self) -> Sequence[int]:
-        """Address of each request's block, -1 while it has none."""
-
-    @property
     def reserved_bytes(self) -> int:
         """The most that was reserved at once."""
 
-    def play(self, events: Iterable[int]) -> IntArray:
+    def play(self, events: Sequence[int] | IntArray) -> IntArray:
         """Give a block to each request i among the events, take it from each ~i.
 
         Returns:
             Bytes that each event adds to what is in use.
         """
+
+
+# Told all that decides what will be played.
+_Begin = Callable[[Sequence[IntArray]], _Blocks]
+
+
+def _with(blocks: _Blocks) -> _Begin:
+    return lambda _: blocks
 
 
 @dataclass(slots=True)
@@ -254,9 +265,9 @@ class _Requests:
     def reserved_bytes(self) -> int:
         return self.allocator.peak_reserved_bytes
 
-    def play(self, events: Iterable[int]) -> IntArray:
+    def play(self, events: Sequence[int] | IntArray) -> IntArray:
         changes = []
-        for event in events:
+        for event in np.asarray(events, dtype=np.int64).tolist():
             if event >= 0:
                 address = self.allocator.allocate(self.nbytes[event])
                 self.addresses[event] = address
@@ -273,7 +284,7 @@ def _play(
     step: Ledger,
     first: FirstStep | None,
     settings: AllocatorSettings,
-    blocks: _Blocks,
+    begin: _Begin,
     small_bytes: IntArray,
     num_requests: int,
     most_bytes: int | None = None,
@@ -284,33 +295,39 @@ def _play(
         step: The allocations of a steady one.
         first: How the first one differs; None for not at all.
         settings: When there is state before the first one.
-        blocks: Gives blocks to those that are not small.
+        begin: What gives blocks to those that are not small, told all that decides
+            what it will be asked for.
         small_bytes: Sizes of the blocks of those that are, which add up; 0 for others.
         num_requests: Those of the step, and behind them what was there before.
         most_bytes: As `handed_out`.
     """
-    before = range(len(step.nbytes), num_requests)
-    blocks.play([*before, *(~index for index in before)])
+    before = np.arange(len(step.nbytes), num_requests)
     is_old = (step.nbytes > 0) & (step.died > step.born) & (step.born <= 0)
-    old = np.flatnonzero(is_old & (small_bytes == 0)).tolist()
     born = {} if first is None else _born(first, settings)
     later = list(born)
-    large = int(blocks.play(index for index in old if index not in born).sum())
+    is_first = is_old.copy()
+    is_first[later] = False
+    old, at_start = (np.flatnonzero(a & (small_bytes == 0)) for a in (is_old, is_first))
     small_at_start = int(small_bytes[is_old].sum())
-    small = small_at_start - int(small_bytes[later][is_old[later]].sum())
-    steady = _events(step, small_bytes)
+    small = int(small_bytes[is_first].sum())
+    events = steady = _events(step, small_bytes)
+    if first is not None and born:
+        events = _events(_first(step, born, first.absent), small_bytes)
+    left = np.flatnonzero(steady.stays & (small_bytes == 0) & ~is_old)
+    numbers = [before, at_start, events.numbers, steady.numbers, left]
+    blocks = begin([*numbers, old])
+    blocks.play(np.concatenate([before, ~before]))
+    large = int(blocks.play(at_start).sum())
     steps: list[HandedOut] = []
     for number in range(_MOST_STEPS):
-        reserved_bytes, events = blocks.reserved_bytes, steady
-        if number == 0 and first is not None and born:
-            events = _events(_first(step, born, first.absent), small_bytes)
+        reserved_bytes = blocks.reserved_bytes
         changes = events.changes.copy()
         changes[0] = large + small
         if not _play_events(blocks, events, changes, most_bytes):
             return [*steps, _as_far_as_played(events, changes)]
         played = changes[events.places]
         # The next batch comes before the gradients of this one go.
-        missing = [index for index in old if blocks.addresses[index] < 0]
+        missing = old[np.isin(~old, events.numbers)]
         large += int(played.sum()) + int(blocks.play(missing).sum())
         small = int(small_bytes[is_old | events.stays].sum())
         steps.append(
@@ -321,8 +338,8 @@ def _play(
             )
         )
         left = np.flatnonzero(events.stays & (small_bytes == 0) & ~is_old)
-        large += int(blocks.play((~left).tolist()).sum())
-        small = small_at_start
+        large += int(blocks.play(~left).sum())
+        small, events = small_at_start, steady
         if number and blocks.reserved_bytes == reserved_bytes:
             break
         if most_bytes is not None and steps[-1].peak_bytes > most_bytes:
@@ -345,9 +362,9 @@ def _play_events(
         Whether all were played.
     """
     num_events = len(events.numbers)
-    length = num_events if most_bytes is None else -(-num_events // _PIECES)
+    length = max(1, -(-num_events // _PIECES))
     in_use = done = 0
-    for start in range(0, num_events, max(1, length)):
+    for start in range(0, num_events, length):
         places = events.places[start : start + length]
         changes[places] = blocks.play(events.numbers[start : start + length])
         if most_bytes is None or start + length >= num_events:
@@ -399,7 +416,7 @@ class _Events:
     times: IntArray
     is_last: npt.NDArray[np.bool_]
     changes: IntArray
-    numbers: list[int]
+    numbers: IntArray
     places: IntArray
     stays: npt.NDArray[np.bool_]
 
@@ -419,7 +436,7 @@ def _events(step: Ledger, small_bytes: IntArray) -> _Events:
         times=times,
         is_last=np.append(times[1:] != times[:-1], True),
         changes=np.append(0, nbytes),
-        numbers=numbers[is_large].tolist(),
+        numbers=numbers[is_large],
         places=np.flatnonzero(is_large) + 1,
         stays=is_real & (step.born > 0) & (step.died >= step.end),
     )

@@ -58,7 +58,7 @@ class LargeBlocks:
     @classmethod
     def of(cls, nbytes: IntArray) -> LargeBlocks:
         """No blocks yet, for requests of some sizes in bytes."""
-        return cls((-(-nbytes // _UNIT_BYTES)).tolist())
+        return cls(units_of(nbytes).tolist())
 
     @property
     def reserved_bytes(self) -> int:
@@ -117,3 +117,8 @@ class LargeBlocks:
                 start_of[end] = address
                 insort(free, size << _SHIFT | address)
         return np.array(changes, dtype=np.int64) * _UNIT_BYTES
+
+
+def units_of(nbytes: IntArray) -> IntArray:
+    """Sizes of requests, rounded up."""
+    return -(-nbytes // _UNIT_BYTES)

@@ -33,6 +33,7 @@ from autosac.simulation.allocator_steps import (
     replay,
 )
 from autosac.simulation.caching_allocator import CachingAllocator
+from autosac.simulation.known_plays import KnownPlays
 from autosac.simulation.reruns import Lifetimes, Reruns, Span, rows
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import CATEGORIES, IntArray, Tape
@@ -104,6 +105,7 @@ class Simulator:
             tuple[Cap, frozenset[tuple[Unit, Policy]]], int
         ] = {}
         self._above: dict[frozenset[tuple[Unit, Policy]], int] = {}
+        self._known_plays = KnownPlays()
         self._born = tape.born * self.span
         self._died = tape.died * self.span
         self._saved_until = tape.saved_until * self.span
@@ -184,6 +186,7 @@ class Simulator:
             first=self._first_step,
             settings=self.settings,
             most_bytes=most_bytes,
+            known=self._known_plays,
         )
 
     def allocator_peak_bytes(self, chosen: Mapping[Unit, Policy], cap: Cap) -> int:
