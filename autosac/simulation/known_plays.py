@@ -16,7 +16,7 @@ import numpy as np
 from autosac.simulation.large_blocks import LargeBlocks, units_of
 from autosac.step.tape import IntArray
 
-_MOST_KNOWN = 256  # some tens of kB each
+_MOST_REQUESTS = 200_000  # of all that are known, some 100 bytes each
 
 
 @dataclass(slots=True)
@@ -82,13 +82,11 @@ class KnownPlays:
         units = units_of(nbytes[is_used])
         parts = [_ranked(events, ranks).tobytes() for events in sequences]
         key = (units.tobytes(), *parts)
-        if key in self._known:
-            self._known.move_to_end(key)
-        else:
-            self._known[key] = _Known(LargeBlocks(units.tolist()))
-            if len(self._known) > _MOST_KNOWN:
-                self._known.popitem(last=False)
-        return _Again(self._known[key], ranks)
+        known = self._known.pop(key, None) or _Known(LargeBlocks(units.tolist()))
+        self._known[key] = known  # the last one
+        if len(self._known) > 1 and len(self._known) * len(units) > _MOST_REQUESTS:
+            self._known.popitem(last=False)
+        return _Again(known, ranks)
 
 
 def _ranked(events: IntArray, ranks: IntArray) -> IntArray:
