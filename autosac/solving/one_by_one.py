@@ -19,7 +19,7 @@ from autosac.solving.formulation import Formulation
 from autosac.solving.rules_of_thumb import Choice
 
 _MOST_LOOKED_AT = 2000  # choices that keep all rows, some tenths of a ms each
-_MOST_REPLAYS = 1000
+_MOST_REPLAYS = 700
 _MOST_BLOCKS = 1_000_000  # of an allocator in all of these: half a second or more
 _FEWEST_REPLAYS = 8  # of a long step: where they are dear, few prove nothing
 _FIRST_SHARE = 1 / 32  # above the bound, at first

@@ -28,6 +28,7 @@ MOST_NODES = 3_000_000  # of all enumerations of a kind, a tenth of a us each
 _MOST_FOUND = 20_000  # by one of them, some 20 us each
 _MOST_ROWS = 256  # of those above the budget
 _MOST_ENDING = 16  # of these, by which partial choices end
+_MOST_ALIVE = 100_000  # partial choices at one unit: of more hardly any comes to an end
 _AT_ONCE = 2**16  # partial choices with one item more
 _CHECKED_AT_ONCE = 2**20  # rows, positions or columns of choices
 _NOISE = 1e-9  # of a grid cell: rounding
@@ -237,6 +238,8 @@ class _Search:
 
     def _possible(self, partial: _Partial, place: int) -> _Partial:
         """Those that units from a place on can make keep the budget."""
+        if len(partial.nodes) > _MOST_ALIVE:
+            raise _TooMany
         self._of.nodes_left -= len(partial.nodes)
         left = (self._limit_ms - partial.times) / self._of.most_ms
         cells = np.minimum(CELLS, (left * CELLS + _NOISE).astype(np.int64))
