@@ -55,11 +55,6 @@ class LargeBlocks:
         self.addresses = [-1] * len(self.units)
         self.sizes = [0] * len(self.units)
 
-    @classmethod
-    def of(cls, nbytes: IntArray) -> LargeBlocks:
-        """No blocks yet, for requests of some sizes in bytes."""
-        return cls(units_of(nbytes).tolist())
-
     @property
     def reserved_bytes(self) -> int:
         """Size of all segments."""
