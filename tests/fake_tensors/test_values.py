@@ -184,7 +184,8 @@ def test_of_steps_that_draws_decide_the_largest_is_planned():
         peaks.append(plain_peak_bytes(tracing.trace_once(step)))
 
     assert plain_peak_bytes(traced.tape) == max(peaks) > min(peaks)
-    assert traced.step.learned.seed == peaks.index(max(peaks))
+    again = tracing.trace_once(traced.step)
+    assert plain_peak_bytes(again) == max(peaks)
 
 
 class Experts(nn.Module):
