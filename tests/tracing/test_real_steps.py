@@ -380,14 +380,18 @@ def turned(y: torch.Tensor) -> torch.Tensor:
     return y + rotated * y
 
 
+def turned_twice(y: torch.Tensor) -> torch.Tensor:
+    return turned(y).tanh()
+
+
 def test_a_scripted_function_whose_ops_depart_does_not_look_like_a_failure():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # TorchScript is deprecated
-        function = torch.jit.script(turned)
+        function, another = torch.jit.script(turned), torch.jit.script(turned_twice)
     x = torch.randn(ROWS, STEPS, WIDTH)
     with pytest.raises(TraceError, match="model cannot be copied for tracing"):
         profile(Around(function), x)
-    model = Around(lambda y: function(y))
+    model = Around(lambda y: (another if type(y) is torch.Tensor else function)(y))
     traced = profile(model, x, loss_fn=mean_square)
 
     assert first_departure(traced.step, traced.tape) is not None
