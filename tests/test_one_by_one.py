@@ -2,15 +2,18 @@
 
 import random
 from types import SimpleNamespace
+from unittest.mock import patch
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosac.solvers.sac import Enumeration
+from autosac.solvers.sac import Enumeration, SacProblem
 from autosac.solvers.sac.table import Table
 from autosac.solving.one_by_one import OneByOne
 from tests.solvers import oracles
+from tests.solvers.strategies import MIB
 from tests.solvers.test_enumeration import fitting, problems
+from tests.solvers.test_sac import unit
 
 GAP = 0.01
 
@@ -100,3 +103,68 @@ def test_the_bound_ends_where_nothing_more_is_replayed(problem, seed):
     assert search.cheapest(times[-1] * 2) is None
 
     assert search.bound_ms <= times[1] * (1 + 1e-9)
+
+
+@given(problem=problems, seed=st.integers(0, 99))
+def test_it_goes_on_where_it_ended(problem, seed):
+    predicted = [dict(choice) for choice in fitting(problem, 1e9)]
+    times = sorted(time_of(problem, choice) for choice in predicted)
+    if not times or not times[0]:
+        return
+    best_ms = times[-1] * 2
+    step = Step(problem, seed)
+    whole = looking(problem, step, times[0], best_ms).cheapest(best_ms)
+    search = looking(problem, step, times[0], best_ms)
+    search.most_looks = 1
+    cheapest_ms, choice = best_ms, search.cheapest(best_ms)
+    if choice is not None:
+        cheapest_ms = time_of(problem, choice)
+    ended_ms = search.bound_ms
+
+    search.most_looks = 1000
+    choice = search.go_on(cheapest_ms) or choice
+
+    assert search.bound_ms >= ended_ms
+    assert (choice is None) == (whole is None)
+    if whole is not None:
+        least_ms = time_of(problem, whole)
+        assert time_of(problem, choice) <= least_ms / (1 - GAP) * (1 + 1e-9)
+
+
+@given(problem=problems, seed=st.integers(0, 99), most=st.integers(1, 4))
+def test_where_too_many_take_less_the_bound_is_still_one(problem, seed, most):
+    predicted = [dict(choice) for choice in fitting(problem, 1e9)]
+    times = sorted(time_of(problem, choice) for choice in predicted)
+    if not times or not times[0]:
+        return
+    best_ms, step = times[-1] * 2, Step(problem, seed)
+    true = [c for c in predicted if step.true_peak_bytes(c) <= problem.budget_bytes]
+    least_ms = min((time_of(problem, c) for c in true), default=best_ms)
+    search = looking(problem, step, times[0], best_ms)
+    with patch("autosac.solvers.sac.enumeration._MOST_FOUND", most):
+        choice = search.cheapest(best_ms)
+
+    assert search.bound_ms <= least_ms * (1 + 1e-9)
+    if choice is not None:
+        assert step.true_peak_bytes(choice) <= problem.budget_bytes
+
+
+def test_a_stretch_with_too_many_is_halved():
+    # Of ten like units one is enough, two take twice as long.
+    problem = SacProblem(
+        units=tuple(unit(f"u{k}", [(1.0, 1, 1.0)]) for k in range(10)),
+        base_bytes=(0, 2 * MIB, 0),
+        budget_bytes=MIB,
+    )
+    step = Step(problem, 0)
+    step.true_peak_bytes = lambda choice: problem.budget_bytes + 1
+    step.takes_replay = lambda choice: False
+    bounds = []
+    for most in (20, 2000):
+        search = looking(problem, step, 0.0, 3.5)
+        with patch("autosac.solvers.sac.enumeration._MOST_FOUND", most):
+            assert search.cheapest(3.5) is None
+        bounds.append(search.bound_ms)
+
+    # Those of one unit are all looked at, where there are too many of two.
+    assert 1.0 < bounds[0] <= 2.0 < bounds[1]

@@ -109,7 +109,7 @@ def block_bytes(
     """Size of the block that each allocation of a step gets in the end; 0 for none."""
     blocks = _Requests(step.nbytes.tolist(), CachingAllocator(settings=settings))
     none_small = np.zeros_like(step.nbytes)
-    _play(step, first, settings, _with(blocks), none_small, len(step.nbytes))
+    _play(step, first, settings, _always(blocks), none_small, len(step.nbytes))
     return np.array(blocks.sizes, dtype=np.int64)
 
 
@@ -166,7 +166,7 @@ def handed_out(
         begin = partial(plays.begin, nbytes)
     else:
         blocks = _Requests(nbytes.tolist(), CachingAllocator(settings=settings))
-        begin = _with(blocks)
+        begin = _always(blocks)
     return _play(step, first, settings, begin, small_bytes, len(nbytes), most_bytes)
 
 
@@ -212,7 +212,7 @@ def replay(
     nbytes = _with_gone(step, gone)
     blocks = _Requests(nbytes.tolist(), allocator)
     none_small = np.zeros_like(step.nbytes)
-    played = _play(step, first, settings, _with(blocks), none_small, len(nbytes))
+    played = _play(step, first, settings, _always(blocks), none_small, len(nbytes))
     if steps is not None:
         steps += played
     return allocator
@@ -237,7 +237,7 @@ class _Blocks(Protocol):
 _Begin = Callable[[Sequence[IntArray]], _Blocks]
 
 
-def _with(blocks: _Blocks) -> _Begin:
+def _always(blocks: _Blocks) -> _Begin:
     return lambda _: blocks
 
 
@@ -313,9 +313,7 @@ def _play(
     events = steady = _events(step, small_bytes)
     if first is not None and born:
         events = _events(_first(step, born, first.absent), small_bytes)
-    left = np.flatnonzero(steady.stays & (small_bytes == 0) & ~is_old)
-    numbers = [before, at_start, events.numbers, steady.numbers, left]
-    blocks = begin([*numbers, old])
+    blocks = begin([before, old, at_start, events.numbers, steady.numbers])
     blocks.play(np.concatenate([before, ~before]))
     large = int(blocks.play(at_start).sum())
     steps: list[HandedOut] = []

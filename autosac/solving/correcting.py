@@ -233,7 +233,7 @@ class Search:
     def look_on(self, gap: float) -> None:
         """Go on with that, as long as the gap is wider than some gap."""
         if self._looking is not None and not self.is_within(gap):
-            self._offer_spent(self._looking.first(self.time_ms))
+            self._offer_spent(self._looking.go_on(self.time_ms))
             self.bound_ms = self._looking.bound_ms
 
     def _solve(self, raised: IntArray, *, proves: bool) -> sac.SacSolution:

@@ -66,8 +66,8 @@ class OneByOne:
         fitting = self._look(best_ms, is_minimal=False) or minimal
         return None if fitting is None else fitting[1]
 
-    def first(self, best_ms: float) -> Choice | None:
-        """The first of all that take less than a time, once more."""
+    def go_on(self, best_ms: float) -> Choice | None:
+        """Likewise, from where `cheapest` ended, with as many replays again."""
         fitting = self._look(best_ms, is_minimal=False)
         return None if fitting is None else fitting[1]
 

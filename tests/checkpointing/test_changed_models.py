@@ -6,24 +6,13 @@ import pytest
 import torch
 
 import autosac
-
-WIDTH = 32
-
-
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up = torch.nn.Linear(WIDTH, 4 * WIDTH)
-        self.down = torch.nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+from tests.checkpointing.test_replaced_modules import WIDTH, Residual
 
 
 class Blocks(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.ModuleList(Block() for _ in range(3))
+        self.layers = torch.nn.ModuleList(Residual() for _ in range(3))
         self.head = torch.nn.Linear(WIDTH, 8)
 
     def forward(self, x):
@@ -44,7 +33,7 @@ class MakesParts(Blocks):
 
 
 def adds_block(model):
-    model.layers.append(Block())
+    model.layers.append(Residual())
 
 
 def adds_parts_to_head(model):
