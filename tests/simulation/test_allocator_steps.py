@@ -173,6 +173,41 @@ def test_steps_that_differ_in_small_requests_are_replayed_once(rows, variants):
         assert len(known) == 1
 
 
+large = st.integers(SMALL_BYTES + 1, 50 * MIB)
+
+
+# In one thing at a time: when a request is born, when it dies, its size.
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12), large), min_size=1),
+    st.lists(
+        st.tuples(
+            st.integers(0, 7), st.integers(0, 9), st.integers(1, 12), st.none() | large
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+)
+def test_steps_that_differ_in_large_requests_are_replayed_each(rows, changes):
+    known = known_plays.KnownPlays()
+    for place, new_born, new_died, new_bytes in [(0, *rows[0]), *changes]:
+        place %= len(rows)
+        old_born, old_died, old_bytes = rows[place]
+        is_size = new_bytes is not None
+        rows[place] = (
+            (old_born, old_died, new_bytes)
+            if is_size
+            else (new_born, new_died, old_bytes)
+        )
+        born, died, nbytes = np.array(rows, dtype=np.int64).T
+        step = Ledger(born=born, died=died, nbytes=nbytes, end=10)
+
+        again = handed_out(step, known=known)
+
+        for found, true in zip(again, handed_out(step), strict=True):
+            assert found.between_steps == true.between_steps
+            assert (found.nbytes == true.nbytes).all()
+
+
 def test_a_replay_ends_in_the_midst_of_a_step_that_takes_too_much(monkeypatch):
     rows = [(k, k + 1, 3) for k in range(1, 90)]
     played = []
