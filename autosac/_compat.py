@@ -228,10 +228,6 @@ class PlainDispatchMode(TorchDispatchMode):
         return False
 
 
-# For subclasses that only dispatch; typed as what torch expects of an override.
-no_torch_function: Any = torch._C._disabled_torch_function_impl
-
-
 _NOTHING = contextlib.nullcontext()
 
 

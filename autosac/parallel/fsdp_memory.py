@@ -48,7 +48,7 @@ import numpy as np
 
 from autosac import _compat
 from autosac._compat_distributed import is_collective
-from autosac.errors import UnsupportedError
+from autosac.parallel.fsdp_checks import check_inputs, check_step, check_types
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
 from autosac.parallel.fsdp_schedule import Hook, Schedule
@@ -68,7 +68,6 @@ from autosac.simulation.allocator_steps import FirstStep, first_step
 from autosac.simulation.simulator import Simulator
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import CATEGORIES, IntArray, Tape
-from autosac.step.training_step import OptimizerInBackward
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
@@ -128,7 +127,7 @@ class RankSimulator:
         copies: bool | None = None,
         adds_unsharded: bool = False,
     ) -> None:
-        _check_step(profile)
+        check_step(profile)
         self.profile = profile
         self.tape = _in_real_types(profile)
         same = self.tape is profile.tape
@@ -290,7 +289,7 @@ class RankSimulator:
             ValueError: As `timeline`.
             UnsupportedError: As `timeline`.
         """
-        self._check_types(sharding)
+        check_types(self.profile, sharding)
         owned = owned_parameters(self.tape, sharding)
         index = self.tape.modules.index
         units = sorted(sharding.units, key=lambda unit: index[unit.fqn])
@@ -299,7 +298,7 @@ class RankSimulator:
             module = index[unit.fqn]
             hooks = self.schedule.hooks(module)
             if owned[unit.fqn] and hooks is not None:
-                self._check_inputs(sharding, module)
+                check_inputs(self.tape, sharding, module, self.schedule.call(module))
             groups.append(
                 make_group(
                     sharding,
@@ -433,28 +432,6 @@ class RankSimulator:
             total[category] = total.get(category, 0) + int(ledger.nbytes[i])
         return total
 
-    def _check_types(self, sharding: Sharding) -> None:
-        traced = self.profile.step.compute_dtype
-        name = None if traced is None else str(traced).removeprefix("torch.")
-        if name != sharding.param_dtype:
-            raise ValueError(
-                f"`param_dtype`={sharding.param_dtype!r}, but the step was traced with"
-                f" compute_dtype={name!r}; trace it with `profiling.in_compute_dtype`."
-            )
-
-    def _check_inputs(self, sharding: Sharding, module: int) -> None:
-        call = self.schedule.call(module)
-        if sharding.param_dtype is None or call is None:
-            return
-        for dtype in call.input_dtypes:
-            if dtype != sharding.param_dtype:
-                raise UnsupportedError(
-                    f"FSDP unit `{self.tape.modules[module].fqn}` gets arguments of"
-                    f" {dtype}, which FSDP2 would cast to {sharding.param_dtype} at its"
-                    " entry; that is not modelled. Cast them in the model, or make a"
-                    " module around it the unit."
-                )
-
 
 def _in_real_types(profile: Profile) -> Tape:
     """The tape, with room for the optimizer's kernels to work in the real types.
@@ -473,29 +450,3 @@ def _in_real_types(profile: Profile) -> Tape:
         for op in tape.ops
     )
     return replace(tape, ops=tuple(ops))
-
-
-def _check_step(profile: Profile) -> None:
-    if profile.step.finds_gradients:
-        raise ValueError(
-            "The trace begins with whole gradients of earlier steps, which FSDP2 keeps"
-            " as shards; trace it with `profiling.as_sharded`."
-        )
-    if isinstance(profile.step.optimizer, OptimizerInBackward):
-        raise UnsupportedError(
-            "An `OptimizerInBackward` under FSDP2 is not modelled; pass a plain"
-            " optimizer."
-        )
-    for parameter in profile.tape.parameters:
-        if not parameter.shape:
-            raise UnsupportedError(
-                f"`{parameter.fqns[0]}` is a scalar, which `fully_shard` does not take:"
-                " make it a tensor of shape (1,)."
-            )
-        if parameter.other_states:
-            raise UnsupportedError(
-                f"The optimizer keeps a tensor of shape {parameter.other_states[0]} for"
-                f" parameter `{parameter.fqns[0]}` of shape {parameter.shape}; it is"
-                " not known how that is sharded. Use an optimizer whose state is shaped"
-                " like its parameters."
-            )

@@ -25,7 +25,6 @@ LossFn = Callable[[Any], torch.Tensor]
 Marker = Callable[..., None]
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], Any]
-PHASES = ("forward", "loss", "backward", "optimizer")
 
 
 class OptimizerInBackward:

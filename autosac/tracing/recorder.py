@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autosac import _compat, _compat_autograd, _compat_dispatch, _compat_fakes
-from autosac._compat_distributed import WAITS, are_distributed, unwrapped
+from autosac._compat_distributed import WAITS, are_distributed
 from autosac.devices.cuda_matmuls import Library, library_of, runs_blas
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import TraceError
@@ -27,14 +27,14 @@ from autosac.quantities import format_bytes
 from autosac.step import source_lines
 from autosac.step.tape import Op, Storage, Tape
 from autosac.tracing import untold
-from autosac.tracing.account import Account, blas_storages
+from autosac.tracing.account import blas_storages
 from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.attribution import Attribution
 from autosac.tracing.failures import bypasses, differentiates, place_of, too_large
 from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
-from autosac.tracing.real_tensors import RealCalls, SavedCopies, twin
-from autosac.tracing.saving import Holder, Saved
+from autosac.tracing.real_tensors import RealCalls
+from autosac.tracing.saving import Holder, SavedTensors
 from autosac.tracing.threads import OneThread
 from autosac.tracing.writing_in_place import of_real_step
 
@@ -45,7 +45,7 @@ _HOST_SEEDS = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _OVERWRITTEN = object()  # in place of the key of a call whose values must not be known
 
 
-class Recorder(_compat.PlainDispatchMode, Account):
+class Recorder(_compat.PlainDispatchMode, SavedTensors):
     """Records storages, and on request ops, saved tensors and module calls.
 
     Args:
@@ -75,14 +75,13 @@ class Recorder(_compat.PlainDispatchMode, Account):
         most_bytes: int | None = None,
     ) -> None:
         _compat.PlainDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
-        Account.__init__(self, device_type, granularity_bytes)
+        SavedTensors.__init__(self, device_type, granularity_bytes, mode)
         self.model = model
         self.finds_draws = finds_draws
         self.learned = learned or Learned()
         self.retraces = False
         self.is_real = mode is None
         self.most_bytes = most_bytes
-        self.copies = SavedCopies()
         self.repeated = (
             RealCalls() if mode is None else RepeatedCalls(mode, self.learned.calls)
         )
@@ -95,7 +94,6 @@ class Recorder(_compat.PlainDispatchMode, Account):
         self.phase = "forward"
         self.phases: dict[str, int] = {}
         self.ops: list[Op] = []
-        self.saved: list[Saved] = []
         self.calls: list[Call] = []
         self.running: list[Call] = []
         self.met: set[int] = set()  # storages from elsewhere that modules handed on
@@ -113,7 +111,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
             for index, module in enumerate(self.model.modules()):
                 if not isinstance(module, torch.jit.ScriptModule):
                     module.forward = Probe(self, index, module.forward)
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self.unpack)
         try:
             with hooks, untold.noting(self.note_state, self.note_dirty), self:
                 yield
@@ -433,39 +431,7 @@ class Recorder(_compat.PlainDispatchMode, Account):
         if _compat_dispatch.is_forward_mode():
             place = place_of(self.tree[self.modules.stack[-1]].fqn, self.phase)
             raise TraceError(differentiates(place, source_lines.of_caller()))
-        if not self._counts(tensor):
-            return tensor
-        tensor, wrap = unwrapped(tensor)
-        storage = self._index(tensor, 0, "input")
-        holder = Holder(self, len(self.saved), wrap)
-        number = _compat_dispatch.is_number(tensor)
-        self.saved.append(Saved(storage, self.tick(), is_number=number))
-        mode = self.repeated.mode
-        if self.born[storage] == 0:
-            holder.tensor = _compat_fakes.detached(mode, tensor)
-        elif self.is_real:
-            holder.twin = partial(twin, self.copies.keep(tensor, storage))
-        else:
-            holder.twin = _compat_fakes.maker_of_twins(mode, tensor)
-        return holder
-
-    def _unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:
-        if isinstance(holder, torch.Tensor):
-            return holder
-        saved = self.saved[holder.index]
-        if saved.is_read_first():
-            saved.unpacked = self.tick()
-        tensor = holder.tensor
-        if tensor is None:
-            assert holder.twin is not None
-            tensor = holder.twin()
-            storage = tensor.untyped_storage()
-            self.ids[storage._cdata] = saved.storage
-            self._watch(storage, self._on_used, holder.index)
-        return tensor if holder.wrap is None else holder.wrap(tensor)
-
-    def _on_used(self, index: int) -> None:
-        self.saved[index].used_until = self.tick()
+        return self.pack(tensor)
 
     # --- modules ----------------------------------------------------------
 

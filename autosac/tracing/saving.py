@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
 import torch
 
-from autosac import _compat_dispatch
+from autosac import _compat_dispatch, _compat_fakes
+from autosac._compat_distributed import unwrapped
 from autosac.step.tape import SavedTensor
-
-if TYPE_CHECKING:
-    from autosac.tracing.recorder import Recorder
+from autosac.tracing.account import Account
+from autosac.tracing.real_tensors import SavedCopies, twin
 
 
 class Holder:
@@ -24,22 +25,22 @@ class Holder:
         wrap: What makes the tensor that autograd saved of that; None for itself.
     """
 
-    __slots__ = ("__weakref__", "index", "recorder", "tensor", "twin", "wrap")
+    __slots__ = ("__weakref__", "account", "index", "tensor", "twin", "wrap")
 
     def __init__(
         self,
-        recorder: Recorder,
+        account: SavedTensors,
         index: int,
         wrap: Callable[[torch.Tensor], torch.Tensor] | None,
     ) -> None:
-        self.recorder = recorder
+        self.account = account
         self.index = index
         self.wrap = wrap
         self.tensor: torch.Tensor | None = None
         self.twin: Callable[[], torch.Tensor] | None = None
 
     def __del__(self) -> None:
-        self.recorder.saved[self.index].released = self.recorder.tick()
+        self.account.saved[self.index].released = self.account.tick()
 
 
 class Saved:
@@ -77,3 +78,55 @@ class Saved:
             used_again=self.used_again,
             is_number=self.is_number,
         )
+
+
+class SavedTensors(Account):
+    """An account that has tensors which autograd saves, and when it reads them.
+
+    Args:
+        device_type: Only tensors on this type of device count.
+        granularity_bytes: Allocations are rounded up to a multiple of this.
+        mode: The mode of fake tensors; None if they are real.
+    """
+
+    def __init__(self, device_type: str, granularity_bytes: int, mode: Any) -> None:
+        super().__init__(device_type, granularity_bytes)
+        self._mode = mode
+        self.saved: list[Saved] = []
+        self.copies = SavedCopies()
+
+    def pack(self, tensor: torch.Tensor) -> Holder | torch.Tensor:
+        """What autograd keeps in place of a tensor that it saves."""
+        if not self._counts(tensor):
+            return tensor
+        tensor, wrap = unwrapped(tensor)
+        storage = self._index(tensor, 0, "input")
+        holder = Holder(self, len(self.saved), wrap)
+        number = _compat_dispatch.is_number(tensor)
+        self.saved.append(Saved(storage, self.tick(), is_number=number))
+        if self.born[storage] == 0:
+            holder.tensor = _compat_fakes.detached(self._mode, tensor)
+        elif self._mode is None:
+            holder.twin = partial(twin, self.copies.keep(tensor, storage))
+        else:
+            holder.twin = _compat_fakes.maker_of_twins(self._mode, tensor)
+        return holder
+
+    def unpack(self, holder: Holder | torch.Tensor) -> torch.Tensor:
+        """What backward reads, of what autograd keeps."""
+        if isinstance(holder, torch.Tensor):
+            return holder
+        saved = self.saved[holder.index]
+        if saved.is_read_first():
+            saved.unpacked = self.tick()
+        tensor = holder.tensor
+        if tensor is None:
+            assert holder.twin is not None
+            tensor = holder.twin()
+            storage = tensor.untyped_storage()
+            self.ids[storage._cdata] = saved.storage
+            self._watch(storage, self._on_used, holder.index)
+        return tensor if holder.wrap is None else holder.wrap(tensor)
+
+    def _on_used(self, index: int) -> None:
+        self.saved[index].used_until = self.tick()

@@ -245,7 +245,6 @@ class LeastPeakSearch:
             kept=self.best,
             peak_bytes=self.best_bytes,
             bound_bytes=min(self.bound_bytes, self.best_bytes),
-            num_rows=len(self._model.rows),
         )
 
 

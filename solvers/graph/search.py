@@ -53,13 +53,11 @@ class GraphSolution(Solution):
         kept: Values that are kept, None without an incumbent.
         peak_bytes: True peak of that.
         bound_bytes: No peak is below, where that is what was asked for.
-        num_rows: Positions of the step that became rows.
     """
 
     kept: frozenset[int] | None = None
     peak_bytes: int | None = None
     bound_bytes: int | None = None
-    num_rows: int = 0
 
 
 class Search:
@@ -336,11 +334,8 @@ class Search:
     def solution(self, termination: Termination) -> GraphSolution:
         """What was found."""
         solve_s = self.limits.solve_s
-        rows = len(self.model.rows)
         if self.best is None or not termination.has_incumbent:
-            return GraphSolution(
-                termination=termination, solve_s=solve_s, num_rows=rows
-            )
+            return GraphSolution(termination=termination, solve_s=solve_s)
         cost_ms, kept = self.best
         return GraphSolution(
             termination=termination,
@@ -349,5 +344,4 @@ class Search:
             solve_s=solve_s,
             kept=kept,
             peak_bytes=peak_bytes(self.problem, kept),
-            num_rows=rows,
         )

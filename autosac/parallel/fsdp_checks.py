@@ -1,0 +1,69 @@
+"""What a step and a sharding must be like for the memory of a rank to be known."""
+
+from __future__ import annotations
+
+from autosac.errors import UnsupportedError
+from autosac.parallel.sharding import Sharding
+from autosac.profiles.profile import Profile
+from autosac.step.tape import ModuleCall, Tape
+from autosac.step.training_step import OptimizerInBackward
+
+
+def check_step(profile: Profile) -> None:
+    """Refuse a step that is not modelled on ranks.
+
+    Raises:
+        ValueError: The trace begins with gradients of earlier steps.
+        UnsupportedError: The step steps its optimizer in backward, has a scalar
+            parameter, or optimizer state that is not shaped like its parameter.
+    """
+    if profile.step.finds_gradients:
+        raise ValueError(
+            "The trace begins with whole gradients of earlier steps, which FSDP2 keeps"
+            " as shards; trace it with `profiling.as_sharded`."
+        )
+    if isinstance(profile.step.optimizer, OptimizerInBackward):
+        raise UnsupportedError(
+            "An `OptimizerInBackward` under FSDP2 is not modelled; pass a plain"
+            " optimizer."
+        )
+    for parameter in profile.tape.parameters:
+        if not parameter.shape:
+            raise UnsupportedError(
+                f"`{parameter.fqns[0]}` is a scalar, which `fully_shard` does not take:"
+                " make it a tensor of shape (1,)."
+            )
+        if parameter.other_states:
+            raise UnsupportedError(
+                f"The optimizer keeps a tensor of shape {parameter.other_states[0]} for"
+                f" parameter `{parameter.fqns[0]}` of shape {parameter.shape}; it is"
+                " not known how that is sharded. Use an optimizer whose state is shaped"
+                " like its parameters."
+            )
+
+
+def check_types(profile: Profile, sharding: Sharding) -> None:
+    """Refuse a sharding that computes in another type than what was traced."""
+    traced = profile.step.compute_dtype
+    name = None if traced is None else str(traced).removeprefix("torch.")
+    if name != sharding.param_dtype:
+        raise ValueError(
+            f"`param_dtype`={sharding.param_dtype!r}, but the step was traced with"
+            f" compute_dtype={name!r}; trace it with `profiling.in_compute_dtype`."
+        )
+
+
+def check_inputs(
+    tape: Tape, sharding: Sharding, module: int, call: ModuleCall | None
+) -> None:
+    """Refuse an FSDP unit whose arguments would be cast."""
+    if sharding.param_dtype is None or call is None:
+        return
+    for dtype in call.input_dtypes:
+        if dtype != sharding.param_dtype:
+            raise UnsupportedError(
+                f"FSDP unit `{tape.modules[module].fqn}` gets arguments of {dtype},"
+                f" which FSDP2 would cast to {sharding.param_dtype} at its entry; that"
+                " is not modelled. Cast them in the model, or make a module around it"
+                " the unit."
+            )
