@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
 from types import FunctionType, MethodType, ModuleType
@@ -27,6 +27,7 @@ _PLAIN = (
 )
 _HOLDS_NOTHING = (type, FunctionType, MethodType, ModuleType)
 _PLAIN_TYPES = frozenset(_PLAIN)  # to look up without their subclasses
+_SEQUENCES = frozenset((list, tuple))  # likewise, as they have no attributes
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -66,10 +67,15 @@ def held_tensors(
     left = [value]
     while left:
         value = left.pop()
-        if type(value) in _PLAIN_TYPES or id(value) in seen:
+        kind = type(value)
+        if kind in _PLAIN_TYPES or id(value) in seen:
             continue
         seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
+        if kind is dict or (kind is OrderedDict and not in_objects):
+            left.extend(reversed(value.values()))
+        elif kind in _SEQUENCES:
+            left.extend(reversed(value))
+        elif isinstance(value, torch.Tensor):
             tensors.append(value)
         else:
             left.extend(reversed(_inside(value, in_objects=in_objects)))
