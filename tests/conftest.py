@@ -8,11 +8,8 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-import autosac  # noqa: F401  # before the session starts
-from autosac import _compat_gpu
 from tests import examples
 
 
@@ -35,13 +32,12 @@ def _limit_onednn():
 
 _limit_onednn()
 
-# Processes that run side by side (pytest -n) share the cores.
-_WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-torch.set_num_threads(max(1, torch.get_num_threads() // _WORKERS))
-
 
 def pytest_configure(config):
     """Runs without slow tests draw fewer examples."""
+    if not config.getoption("numprocesses"):
+        gc.disable()  # until tests are collected: what imports make stays
+        _share_cores()
     if config.option.markexpr == "not slow":
         examples.draw_fewer()
     # No test fails because the machine is busy.
@@ -52,6 +48,24 @@ def pytest_configure(config):
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile("any machine")
+
+
+def _share_cores():
+    """Processes that run side by side (pytest -n) share the cores.
+
+    The one that starts them does without PyTorch, whose import they would wait for.
+    """
+    import torch
+
+    import autosac  # noqa: F401  # before the session starts
+
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, torch.get_num_threads() // workers))
+
+
+def pytest_collection_finish():
+    """Garbage is collected from here on."""
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -84,27 +98,32 @@ def pytest_sessionfinish():
     gc.unfreeze()
 
 
-@pytest.fixture
-def one_thread():
-    """Models this small are faster on one thread, by much on a busy machine."""
+def _on_one_thread():
+    import torch  # not in the process that starts others
+
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture
+def one_thread():
+    """Models this small are faster on one thread, by much on a busy machine."""
+    yield from _on_one_thread()
 
 
 @pytest.fixture(scope="module")
 def one_thread_throughout():
     """As `one_thread`, for modules whose fixtures measure."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(num_threads)
+    yield from _on_one_thread()
 
 
 @pytest.fixture(scope="module")
 def kept_workspaces():
     """Matrix products keep their workspaces on a GPU, as until torch 2.14."""
+    from autosac import _compat_gpu  # imports PyTorch
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_compat_gpu, "cublas_keeps_workspaces", lambda: True)
         yield

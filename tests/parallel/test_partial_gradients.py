@@ -45,7 +45,7 @@ class Block(rank_models.Block):
 class Model(rank_models.GPT):
     def __init__(self, **options):
         super().__init__()
-        self.h = nn.ModuleList(Block(**options) for _ in range(2))
+        self.h = nn.ModuleList([Block(**options)])
 
 
 def tokens():

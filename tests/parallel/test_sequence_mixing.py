@@ -14,22 +14,30 @@ from tests.parallel.test_context_parallel import SPEC, softplus, tokens
 from tests.parallel.test_meshes import bert, labelled, llama, t5, vit
 
 
-class Pooled(mesh_ranks.GPT):
+class GPT(mesh_ranks.GPT):
+    """With one block."""
+
+    def __init__(self):
+        super().__init__()
+        self.h = self.h[:1]
+
+
+class Pooled(GPT):
     def forward(self, tokens, position_ids=None):
         return super().forward(tokens, position_ids).mean(1)
 
 
-class First(mesh_ranks.GPT):
+class First(GPT):
     def forward(self, tokens, position_ids=None):
         return super().forward(tokens, position_ids)[:, 0]
 
 
-class Counting(mesh_ranks.GPT):
+class Counting(GPT):
     def forward(self, tokens, position_ids=None):
         return super().forward(tokens)
 
 
-class Placed(mesh_ranks.GPT):
+class Placed(GPT):
     def __init__(self):
         super().__init__()
         self.places = nn.Parameter(torch.zeros(64, 96))
@@ -41,7 +49,7 @@ class Placed(mesh_ranks.GPT):
         return self.lm_head(self.ln_f(x))
 
 
-class Convolving(mesh_ranks.GPT):
+class Convolving(GPT):
     def __init__(self):
         super().__init__()
         self.mix = nn.Conv1d(1024, 8, 3, padding=1)
@@ -50,13 +58,13 @@ class Convolving(mesh_ranks.GPT):
         return self.mix(super().forward(tokens, position_ids).mT)
 
 
-class Comparing(mesh_ranks.GPT):
+class Comparing(GPT):
     def forward(self, tokens, position_ids=None):
         x = super().forward(tokens, position_ids)
         return (x @ x.mT).softmax(-1) @ x
 
 
-class Bundled(mesh_ranks.GPT):
+class Bundled(GPT):
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(96, 4, batch_first=True)
@@ -110,7 +118,7 @@ REFUSED = (
     (bert, labelled, 2, "loss of kind 'ForMaskedLM'"),
     (vit, lambda: {"pixel_values": torch.randn(2, 3, 16, 16)}, 2, "no argument"),
     (t5, labelled, 2, "no argument `position_ids`"),
-    (mesh_ranks.GPT, lambda: tokens()[:, :36], 8, "36 cannot be divided by cp=8"),
+    (GPT, lambda: tokens()[:, :36], 8, "36 cannot be divided by cp=8"),
 )
 
 

@@ -51,9 +51,16 @@ def _degree(profile, degree):
 
 
 @pytest.fixture(scope="module")
-def swept():
-    """A profile, its budgets and the plan of each, the largest budget first."""
+def planned():
+    """A profile and its plan with all memory."""
     profile = _profile()
+    return profile, _plan(profile, "80GB")
+
+
+@pytest.fixture(scope="module")
+def swept(planned):
+    """A profile, its budgets and the plan of each, the largest budget first."""
+    profile, _ = planned
     budgets = _budgets(profile)
     return profile, budgets, {b: _plan(profile, b) for b in reversed(budgets)}
 
@@ -170,8 +177,8 @@ def test_a_degree_that_is_given_up_has_no_better_plan(swept):
             assert plans[budget].step_ms <= (1 + 2 * RELATIVE_GAP) * alone.step_ms
 
 
-def test_plans_of_a_profile_are_kept_with_it(swept):
-    profile, _, _ = swept
+def test_plans_of_a_profile_are_kept_with_it(planned):
+    profile, _ = planned
 
     kept = profile.parallel[Setting()]
 
@@ -179,9 +186,8 @@ def test_plans_of_a_profile_are_kept_with_it(swept):
     assert kept.form.profile is profile
 
 
-def test_a_large_gap_is_a_warning_that_says_what_to_do(swept):
-    _, budgets, plans = swept
-    plan = plans[budgets[3]]
+def test_a_large_gap_is_a_warning_that_says_what_to_do(planned):
+    _, plan = planned
 
     assert "warning" not in str(replace(plan, bound_ms=plan.milp_ms))
     assert "time_limit_s" in str(replace(plan, bound_ms=plan.milp_ms * 0.94))

@@ -451,11 +451,19 @@ def _on_cluster(folder):
     return autosac.sweep_grid(make_step, GRID, n=3, n_jobs=2, directory=folder)
 
 
+@pytest.fixture
+def distributed():
+    """Dask's own; where it is loaded, steps are traced twice, in tests behind as well.
+
+    See `trace.is_watched`.
+    """
+    yield pytest.importorskip("distributed")
+    sys.modules.pop("distributed.worker", None)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
-def test_a_dask_cluster_gives_the_same_table(result, tmp_path):
-    distributed = pytest.importorskip("distributed")
-
+def test_a_dask_cluster_gives_the_same_table(result, tmp_path, distributed):
     with (
         distributed.Client(n_workers=1, threads_per_worker=1, dashboard_address=None),
         joblib.parallel_config("dask"),
