@@ -224,6 +224,7 @@ def really_saved(model, inputs):
 WATCHED = ("mlp", "gpt", "convolutions", "dict outputs", "called twice", "gpt2")
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", WATCHED)
 def test_saved_bytes_are_those_of_a_real_forward_pass(name, one_thread):
     model, inputs = CASES[name].make_model().train(), CASES[name].make_inputs()
@@ -385,6 +386,7 @@ MEASURED = {
 }
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", MEASURED)
 def test_bytes_are_those_that_the_allocator_measures(name, one_thread):
     make_model, make_inputs = MEASURED[name]

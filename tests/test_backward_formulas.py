@@ -82,6 +82,7 @@ def test_backward_makes_the_tensors_of_a_real_step(name):
     assert {f"aten::{name}" for name in out_of_place} <= real
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_takes_as_much_in_its_trace_as_in_a_real_step(name):
     case = Case(lambda: Applies(FUNCTIONS[name]), lambda: torch.ones(()))

@@ -145,6 +145,7 @@ def test_no_choice_that_saves_a_little_less_or_more_is_below_the_floor(autocast)
     assert min(map(profile.peak_bytes, others)) >= floor_bytes
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     "how",
     [
@@ -182,6 +183,7 @@ def test_budgets_for_a_gpu_that_is_here_leave_some_to_its_allocator():
     assert caught.value.lowest_peak_bytes == least
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("peak_bytes", [0, 1, 499, 10**9 + 7, 2**40 - 1, 2**40])
 def test_no_smaller_budget_leaves_as_much(peak_bytes):
     traced = _profile("small gpt", "h100")

@@ -155,6 +155,7 @@ def test_given_units_and_ranks_count_as_in_pytorchs_milp(chain):
                 assert set(plan.policy) <= set(given["ac_units"])
 
 
+@pytest.mark.slow_but_fifth
 def test_the_baseline_is_that_of_pytorch(chain):
     peak, compute_ms = get_peak_memory_runtime_baseline(chain.graph)
     plan = autosac.plan(chain.statistics, memory_budget="1TiB")
@@ -292,6 +293,7 @@ def best_by_trying(form, grid):
     return best
 
 
+@pytest.mark.slow_but_fifth
 def test_no_choice_of_units_and_ratios_is_cheaper_than_a_plan(chain):
     statistics = chain.statistics
     names = [m.fqn for m in statistics.modules if m.n_segments and m.activation_bytes]

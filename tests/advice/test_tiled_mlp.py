@@ -61,6 +61,7 @@ def profiled(model, **options):
     )
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("num_tiles", [None, 3, 1000])
 def test_output_and_gradients_are_those_of_the_module_but_for_rounding(num_tiles):
     plain, tiled = Model().double(), Model().double()

@@ -119,6 +119,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_forward_that_is_wrapped_is_still_a_unit(name):
     model, unit = planned_blocks()

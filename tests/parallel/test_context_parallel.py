@@ -391,6 +391,7 @@ def test_faster_links_are_never_slower(profile, method):
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_part_of_causal_attention_costs_a_part(method, degree):

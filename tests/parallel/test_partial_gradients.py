@@ -85,6 +85,7 @@ def test_whole_parameters_that_meet_a_part_are_refused(options, tp_plan, mesh, f
         plan(Model(**options), tp_plan, **mesh)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("options", "tp_plan"),
     [({}, MLP), ({}, "sequence"), (FACTOR, "tensor")],

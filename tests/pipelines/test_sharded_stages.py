@@ -87,6 +87,7 @@ def test_gathers_delay_first_forwards_and_reductions_the_end():
     assert step_ms(schedule, [times] * 2) == 129.0
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -81,6 +81,7 @@ def small():
     return traced(LANGUAGE, (0, 7), measured=False)[1]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", ["1F1B", "GPipe"])
 @pytest.mark.parametrize("share", [0.15, 0.4, 0.7])
 def test_nothing_that_takes_less_time_fits(small, name, share):

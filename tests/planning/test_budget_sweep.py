@@ -56,6 +56,7 @@ def test_a_sweep_is_nowhere_worse_than_single_plans(traced, swept):
         assert row.recompute_ms <= make_plan(traced, row.budget_bytes).recompute_ms
 
 
+@pytest.mark.slow_but_fifth
 def test_budgets_that_nothing_fits_are_rows_with_their_reason(traced):
     lowest = autosac.floor(traced)
     budgets = [traced.baseline_peak_bytes, lowest - 1, "1B", lowest]
@@ -133,6 +134,7 @@ def test_long_tables_are_cut_in_the_middle_when_printed(swept):
     assert len(repr(many).splitlines()) == 42 and "... 50 more ..." in repr(many)
 
 
+@pytest.mark.slow_but_fifth
 def test_a_sweep_is_a_picture_that_can_be_saved(swept, tmp_path):
     path = tmp_path / "sweep.png"
 

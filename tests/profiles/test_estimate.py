@@ -26,6 +26,7 @@ SOME = ["gpt", "convolutions", "list inputs", "called twice", "lstm"]
 each_of_some = pytest.mark.parametrize("name", SOME)
 
 
+@pytest.mark.slow_but_fifth
 @each_of_some
 def test_the_history_peaks_where_the_simulation_does_and_counts_each_byte(name):
     traced = CASES[name].profile(torch.optim.SGD)
@@ -104,6 +105,7 @@ def test_a_rerun_can_be_the_place_of_the_peak():
 # --- the estimate -----------------------------------------------------------------
 
 
+@pytest.mark.slow_but_fifth
 @each_of_some
 def test_categories_sum_to_the_peak_exactly(name):
     traced = CASES[name].profile(torch.optim.AdamW)

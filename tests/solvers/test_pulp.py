@@ -308,6 +308,7 @@ def _dear_cover():
     return model
 
 
+@pytest.mark.slow_but_fifth
 @both
 @pytest.mark.parametrize("share", [0.5, 0.9, 0.99, 0.999])
 def test_what_is_proven_of_solutions_below_a_cutoff_holds(backend, share):

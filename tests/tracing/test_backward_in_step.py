@@ -166,6 +166,7 @@ def test_a_dry_run_of_any_policies_peaks_where_the_simulation_does(name):
         )
 
 
+@pytest.mark.slow_but_fifth
 @each_step
 def test_what_goes_backward_twice_is_no_unit_and_that_is_said(name):
     refused = profile_of(name).units.refused

@@ -111,6 +111,7 @@ def highest_peak(plan, make_model, make_loss):
         return max(peaks_of_training(make_step, STEPS))
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("middle", [Begins, BeginsByBuffer, Alternates])
 def test_a_model_that_does_more_in_some_step_is_planned_as_it_is_then(middle):
     says = contextlib.nullcontext()

@@ -43,6 +43,7 @@ def planned(block):
     return floor, highest, autosac.plan(profile, memory_budget=(floor + highest) // 2)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("block", [Block, Routes])
 @pytest.mark.parametrize(
     "around", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)]

@@ -192,6 +192,7 @@ REAL = {
 }
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
