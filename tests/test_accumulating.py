@@ -37,6 +37,7 @@ def second_is_broadcast(loss, first, second, total):
     return loss, second + first.sum()
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("results", "into"),
     [

@@ -82,6 +82,7 @@ def test_unapplying_restores_a_forward_that_the_user_set():
     assert [module.__dict__["forward"] for module in model] == own
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "gpt", "called twice"])
 def test_a_deepcopy_trains_on_its_own_modules(name):
     case = CASES[name]

@@ -112,6 +112,7 @@ def test_asked_again_no_plan_is_dearer_than_that_of_a_smaller_budget(swept):
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow_but_fifth
 def test_no_choice_fits_below_the_floor(swept):
     profile, budgets, _ = swept
     with pytest.raises(autosac.InfeasibleBudgetError) as caught:

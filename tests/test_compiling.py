@@ -107,6 +107,7 @@ class HoldsMore(nn.Module):
         return self.used(x).square().mean()
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.filterwarnings("ignore:.*should not be inst")  # Dynamo of torch 2.10
 @pytest.mark.parametrize("kind", [Masked, HoldsMore])
 def test_all_that_is_alive_while_a_model_runs_is_predicted(kind):
@@ -142,6 +143,7 @@ class ReturnsMore(nn.Module):
         return logits.square().mean(), logits, hidden.sin()
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("are_dropped", [False, True])
 def test_outputs_and_their_gradients_count_as_long_as_a_step_holds_them(are_dropped):
     torch.manual_seed(0)

@@ -123,6 +123,7 @@ def branching(branch, seed, num_rows=BATCH):
     return case, model, plain
 
 
+@pytest.mark.slow_but_fifth
 @seeds(8)
 @pytest.mark.parametrize(
     ("branch", "num_rows"),
@@ -177,6 +178,7 @@ class Longer(nn.Module):
         return (out.sin() * rest).exp() if self.goes_on else out
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("kind", ["draws", "draws in place", "adds"])
 @seeds(4)
 def test_what_nobody_was_expected_to_need_is_there_for_a_longer_branch(kind, seed):

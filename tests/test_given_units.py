@@ -191,6 +191,7 @@ def fsdp_units(plan):
     return {unit.fqn for unit in plan.sharding.units if unit.fqn}
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

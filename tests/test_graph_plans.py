@@ -82,6 +82,7 @@ def test_real_peak_is_the_predicted_one_and_within_the_budget(planner, strategy)
     assert peaks[0] < planner.baseline_peak_bytes
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("strategy", ["milp", "capuchin"])
 def test_results_updates_and_random_states_are_bit_identical(planner, strategy):
     expected = run(planner.joint)
@@ -123,6 +124,7 @@ def test_copies_run_just_before_their_first_use(planner):
             between = between.next
 
 
+@pytest.mark.slow_but_fifth
 def test_the_milp_is_no_slower_than_the_greedy_and_proves_a_bound(planner):
     for budget in budgets(planner, 4)[1:-1]:
         best = planner.plan(budget, relative_gap=0.0)

@@ -490,6 +490,7 @@ def test_modules_that_keep_more_with_every_step_are_said():
         of(Collects).profile()
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("model", [SharesStates, IgnoresContext])
 def test_units_keep_neither_what_an_argument_holds_later_nor_what_made_it(model):
     case = Case(model, rows, mean_square)

@@ -77,6 +77,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_bytes_of_a_function_are_those_that_the_allocator_measures(name, one_thread):
     class Module(nn.Module):

@@ -175,6 +175,7 @@ def test_real_steps_have_the_same_bits_and_the_predicted_peak_at_any_rate(name, 
         assert 0 <= overstated(fast) <= step.simulator.number_bytes
 
 
+@pytest.mark.slow_but_fifth
 def test_a_step_moves_every_storage_once(planned, lowest):
     model, memory = planned
     train(STEPS["blocks"], model, steps=3)
@@ -287,6 +288,7 @@ def test_nothing_stays_in_far_memory_and_the_next_step_is_as_ever(planned, run):
     assert_as_ever(*planned, run)
 
 
+@pytest.mark.slow_but_fifth
 def test_two_backward_passes_get_the_arguments_twice(planned):
     model, _ = planned
     plain, inputs = STEPS["blocks"].model(), STEPS["blocks"].inputs()
@@ -305,6 +307,7 @@ def test_a_second_backward_without_the_graph_is_an_error(planned):
         loss.backward()
 
 
+@pytest.mark.slow_but_fifth
 def test_second_derivatives_are_those_of_the_plain_model(planned):
     inputs = STEPS["blocks"].inputs()
     penalties = []
@@ -368,6 +371,7 @@ def test_a_change_in_place_after_that_changes_no_gradient(step, lowest):
     assert all(torch.equal(one.grad, other.grad) for one, other in pairs)
 
 
+@pytest.mark.slow_but_fifth
 def test_a_unit_that_departs_keeps_its_arguments(planned):
     model, memory = planned
     plain = STEPS["blocks"].model()

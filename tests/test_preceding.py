@@ -416,6 +416,7 @@ def checkpointed_and_recomputed(layer, x):
     return output.output
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("inner", [checkpointed, checkpointed_and_recomputed])
 @pytest.mark.parametrize("outer", [preceded, by_itself])
 @pytest.mark.parametrize("depth", [1, 2])

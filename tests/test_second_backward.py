@@ -428,6 +428,7 @@ def test_under_a_transform_nothing_is_recomputed_and_that_is_said(transform):
     assert all(map(torch.equal, tree_leaves(expected), tree_leaves(transformed)))
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", ["mlp", "noise"])
 @pytest.mark.parametrize("vectorize", [False, True])
 def test_hessians_are_those_of_the_plain_model(name, vectorize):

@@ -309,6 +309,7 @@ def test_no_choice_of_units_and_ratios_is_cheaper_than_a_plan(chain):
     assert tried
 
 
+@pytest.mark.slow_but_fifth
 def test_a_larger_budget_never_costs_more(chain):
     times = [
         autosac.plan(chain.statistics, memory_budget=budget).recompute_ms
@@ -378,6 +379,7 @@ def test_lines_of_own_statistics_never_understate_a_point():
                 assert max(a * ratio + b for a, b in lines) >= share
 
 
+@pytest.mark.slow_but_fifth
 def test_more_lines_are_asked_for_by_segments(chain):
     budget = budgets(chain, num=4)[1]
     for number in (1, 3):

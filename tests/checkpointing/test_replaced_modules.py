@@ -37,6 +37,7 @@ def gradients(model):
     return [parameter.grad for parameter in model.parameters()]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("make", "name"),
     [(layers, "4"), (blocks, "0.0"), (blocks, "1")],

@@ -133,6 +133,7 @@ def test_a_state_is_made_by_a_step_once_for_each_kind(in_backward, monkeypatch):
     assert len(built) == len(set(built)) == 2  # weights, biases
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("make_optimizer", [Counting, hooked])
 def test_what_may_keep_more_than_its_state_makes_each_by_a_step(
     make_optimizer, monkeypatch

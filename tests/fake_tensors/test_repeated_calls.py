@@ -218,6 +218,7 @@ BY_LAYOUT = [  # sizes of fakes at the places of the tuples in a list
 ]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("call", BY_LAYOUT, ids=lambda call: str(call[0]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -440,6 +440,7 @@ def test_another_branch_than_planned_keeps_gradients_exact(seed):
     assert_equal(expected, trained)
 
 
+@pytest.mark.slow_but_fifth
 @seeds(6)
 def test_an_expert_without_rows_keeps_gradients_exact(seed):
     case = Case(stack(Routes), rows)
@@ -529,6 +530,7 @@ def test_what_fails_for_real_too_is_the_users_own_mistake():
 # --- opaque -----------------------------------------------------------------------
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("marks", [["0.gate", "2.gate"], ["*.gate"], [nn.Linear]])
 def test_an_opaque_module_is_never_run_again(marks):
     case = Case(stack(Routes), rows)

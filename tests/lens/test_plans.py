@@ -297,6 +297,7 @@ def test_refuses_recurrent_layers(kind):
         profile(kind(8, 8), torch.zeros(shape), device=A100)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("dtype", "channels", "align_corners", "by_cudnn"),
     [

@@ -448,6 +448,7 @@ def _sent_in_forward(profile, name):
     ]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_what_attention_keeps_can_be_recomputed(profile, method):
     context = cp_tracing.context_of(profile, 2, method)

@@ -381,6 +381,7 @@ def _products(profile):
     return sum(op.flops for op in profile.tape.ops if op.name in names)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("kind", [TENSOR, EXPERT])
 def test_ranks_share_the_products_of_experts_evenly(profile, kind):
     styles = find_styles(profile.step.model, **kind)

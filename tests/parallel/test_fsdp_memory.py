@@ -141,6 +141,7 @@ def test_the_last_gradient_of_a_unit_may_live_until_it_is_reduced():
     assert ranks.peak_bytes(sharding) == run_fake_rank(recipe, sharding).peak_bytes
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("ac_first", [True, False])
 def test_ac_units_and_fsdp_units_compose(traced, ac_first):
     sharding = Sharding(units=fsdp_units(BLOCKS), shard_degree=4)

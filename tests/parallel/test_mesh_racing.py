@@ -62,6 +62,7 @@ def test_the_cheapest_batch_wins_whatever_the_bounds(times):
     assert len(race.lost()) == 3
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("degree", [2, 4])
 def test_a_division_in_the_gathered_type_is_that_of_its_own_type_cast(degree):
     profile = autosac.profile(

@@ -51,6 +51,7 @@ def test_more_budget_never_costs_more_and_the_baselines_is_free(traced, swept):
         assert row.step_ms == pytest.approx(traced.baseline_ms + row.recompute_ms)
 
 
+@pytest.mark.slow_but_fifth
 def test_a_sweep_is_nowhere_worse_than_single_plans(traced, swept):
     for row in swept.rows[::3]:
         assert row.recompute_ms <= make_plan(traced, row.budget_bytes).recompute_ms

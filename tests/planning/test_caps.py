@@ -24,7 +24,7 @@ def _language(**options):
         layer = torch.nn.TransformerEncoderLayer(
             512, 8, 2048, batch_first=True, dropout=0.1
         )
-        blocks = torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        blocks = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         head = torch.nn.Linear(512, 8000)
         model = torch.nn.Sequential(blocks, head)
     batch = torch.empty(8, 256, 512, device="meta")

@@ -284,6 +284,7 @@ def test_a_step_that_does_not_fit_says_so():
         replay(step_of((0, 100, 12), (1, 2, 14)), capacity_bytes=25 * MIB)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", ["gpt", "convolutions"])
 def test_a_plan_reserves_at_least_its_peak(name):
     made = CASES[name].profile(torch.optim.AdamW)

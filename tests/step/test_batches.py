@@ -73,6 +73,7 @@ def loader_of(kind):
 KINDS = ["generator", "sampler", "global", "no batches", "stream"]
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_after_planning_are_those_without_it(kind):
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())

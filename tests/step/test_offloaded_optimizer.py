@@ -117,6 +117,7 @@ def test_training_has_the_bits_of_the_plain_optimizer(name, chunk_bytes):
     assert_same_state(own, far)
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_is_far_between_steps_and_a_chunk_at_a_time_is_there(name):
     model = make_model()

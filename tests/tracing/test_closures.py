@@ -208,6 +208,7 @@ class Centers(nn.Module):
         return torch.cdist(output, self.centers).mean()
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("has_gradient", [False, True])
 def test_planning_leaves_gradients_of_what_a_loss_learns_alone(has_gradient):
     centers, offset = Centers(), torch.ones(WIDTH, requires_grad=True)

@@ -65,6 +65,7 @@ def test_what_parameters_keep_in_attributes_counts_and_is_not_changed(reads):
     assert not model[0].linear.weight.main_grad.any()
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("holder", ["model", "optimizer", "nobody"])
 def test_gradients_that_are_parts_of_a_buffer_are_counted_once(holder):
     def make_model():

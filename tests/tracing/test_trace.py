@@ -318,6 +318,7 @@ def test_a_step_without_gradients_is_refused():
         profile(model, torch.randn(2, WIDTH))
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("loss", ["mse_loss", "smooth_l1_loss", "binary_cross_entropy"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_a_reduced_loss_keeps_the_memory_of_what_it_reduced(loss, reduction):
