@@ -1,5 +1,7 @@
 """Readers of texts with and without padding, and trainings of them."""
 
+import functools
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -72,8 +74,9 @@ def budget_of(share, batch=BATCHES[0], **options):
     return int(lowest + share * (traced.baseline_peak_bytes - lowest))
 
 
+@functools.cache
 def plan_of_readers():
-    """The plan for all kinds of batches."""
+    """The plan for all kinds of batches, made once for all modules of tests."""
     return autosac.plan(
         make_model(), BATCHES, memory_budget=budget_of(0.2), optimizer="adamw"
     )
