@@ -20,7 +20,7 @@ FAST, SLOW = 1e-4, 0.05  # ms that a host takes for an op
 @pytest.fixture(scope="module")
 def traced():
     """A small GPT-2, traced for an H100 without one."""
-    work = language.gpt2(layers=2, width=256, heads=4, batch=16, length=256)
+    work = language.gpt2(layers=3, width=256, heads=4, batch=16, length=256)
     with torch.device("meta"):
         model = work.make_model()
     return autosac.profile(
