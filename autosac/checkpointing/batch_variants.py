@@ -26,6 +26,7 @@ from autosac.checkpointing.installing import (
     remove,
 )
 from autosac.checkpointing.optimizer_states import OptimizerStates
+from autosac.checkpointing.planned_autocast import PlannedAutocast
 from autosac.checkpointing.stand_ins import Places, StandIn
 from autosac.step.arguments import warn
 from autosac.step.batch_signatures import (
@@ -50,6 +51,7 @@ class Planned(Protocol):
             empty if nothing tells.
         offload_dir: Directory of the CPU's far memory.
         finds_gradients: Those of earlier steps are there as a step begins.
+        autocast: Type that forward autocasts to, '' for none, None if it is not known.
         far_state_bytes: Bytes of the optimizer's state that lie in far memory.
         composition: What its peak is made of, in bytes, the optimizer's state by
             itself.
@@ -62,6 +64,8 @@ class Planned(Protocol):
 
     @property
     def finds_gradients(self) -> bool: ...
+    @property
+    def autocast(self) -> str | None: ...
     @property
     def offload_dir(self) -> str | None: ...
     @property
@@ -252,6 +256,7 @@ class BatchForward(StandIn):
         self.gradients = EarlierGradients(
             planned=any(plan.finds_gradients for plan in variants.plans)
         )
+        self.autocast = PlannedAutocast(variants.plans[0].autocast)
         self.states: OptimizerStates | None = None
         self.by_hand = False
         self.steps: list[Step] = []
@@ -276,7 +281,11 @@ class BatchForward(StandIn):
             self.steps[variants.current].calls.clear()
         variants.is_running, variants.is_step = True, is_step
         try:
-            return self._forward()(*args, **kwargs)
+            if not is_step:
+                return self._forward()(*args, **kwargs)
+            is_wrapped = self.own_forward is not None
+            with self.autocast.watching(self.module, is_wrapped=is_wrapped):
+                return self._forward()(*args, **kwargs)
         finally:
             variants.is_running = variants.is_step = False
             variants.close()

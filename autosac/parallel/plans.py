@@ -21,8 +21,8 @@ from autosac.parallel.mesh_racing import Division, division_of
 from autosac.parallel.sequence_parts import Inputs, part_of
 from autosac.parallel.sharding import FsdpUnit, Sharding
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.planning.plans import LARGE_GAP, check_model
-from autosac.profiles.fingerprints import Fingerprint
+from autosac.planning.plans import LARGE_GAP
+from autosac.profiles.fingerprints import Fingerprint, check_model
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments

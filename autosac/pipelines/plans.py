@@ -28,8 +28,7 @@ from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.pipelines.blocks import Passed, Stage, Tokens
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
-from autosac.planning.plans import check_model
-from autosac.profiles.fingerprints import Fingerprint
+from autosac.profiles.fingerprints import Fingerprint, check_model
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms
 from autosac.step import arguments

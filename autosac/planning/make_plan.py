@@ -368,6 +368,7 @@ def _as_plan(
         traced=profile.traced(),
         offloaded_bytes=far_bytes(chosen),
         far_state_bytes=profile.far_state_bytes,
+        autocast=profile.autocast,
         finds_gradients=any(
             s.born == 0 and s.category == "gradient" for s in profile.tape.storages
         ),

@@ -13,16 +13,10 @@ import torch
 from autosac.checkpointing import batch_variants, installing
 from autosac.costs.host import host_times, time_notes
 from autosac.devices.allocator_settings import Cap
-from autosac.errors import PlanMismatchError
 from autosac.planning import offload_advice, plan_files
 from autosac.planning.spelling import followed
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
-from autosac.profiles.fingerprints import (
-    Fingerprint,
-    fingerprint,
-    first_difference,
-    frozen_names,
-)
+from autosac.profiles.fingerprints import Fingerprint, check_model, frozen_names
 from autosac.profiles.mistakes import check_unplanned, hints, unknown_optimizer
 from autosac.profiles.profile import Profile
 from autosac.profiles.traced_step import TracedStep
@@ -87,6 +81,8 @@ class Plan(Summarized):
         exposed_ms: and the time of `recompute_ms` that it waits for their copies.
         far_state_bytes: Bytes of the optimizer's state that lie there between updates.
         finds_gradients: Those of earlier steps are there as the step begins.
+        autocast: Type that forward and loss autocast to, such as ``bfloat16``; '' for
+            none, None if it is not known.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
             one.
         variants: The plans for several kinds of batches, that of the highest peak
@@ -124,6 +120,7 @@ class Plan(Summarized):
     exposed_ms: float = 0.0
     far_state_bytes: int = 0
     finds_gradients: bool = False
+    autocast: str | None = None
     offload_dir: str | None = None
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
@@ -230,6 +227,7 @@ class Plan(Summarized):
             left_out += ["offloaded_bytes", "exposed_ms", "offload_dir"]
         for name in ("far_state_bytes", "finds_gradients"):
             left_out += () if record[name] else (name,)
+        left_out += ["autocast"] if self.autocast is None else []
         return {n: value for n, value in record.items() if n not in left_out}
 
     @classmethod
@@ -466,33 +464,6 @@ class Plan(Summarized):
             for one in self.op_policies
             if one.far
         }
-
-
-def check_model(
-    expected: Fingerprint, model: torch.nn.Module, *, may_train_more: bool = False
-) -> None:
-    """Refuse a model that a plan was not made for.
-
-    Args:
-        expected: What the plan was made for.
-        model: The model.
-        may_train_more: Parameters may be trained that were frozen: whoever follows the
-            plan looks at them in each step.
-
-    Raises:
-        PlanMismatchError: Names the first difference.
-    """
-    actual = fingerprint(model)
-    difference = first_difference(expected, actual)
-    if difference is None and not may_train_more:
-        frozen = set(frozen_names(actual))
-        thawed = [name for name in frozen_names(expected) if name not in frozen]
-        if thawed:
-            difference = f"it has `{thawed[0]}` frozen, this model trains it"
-    if difference is not None:
-        raise PlanMismatchError(
-            f"The plan was made for another model: {difference}. Plan again."
-        )
 
 
 def _release(version: str) -> str:

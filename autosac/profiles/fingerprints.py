@@ -8,6 +8,8 @@ from itertools import zip_longest
 
 import torch
 
+from autosac.errors import PlanMismatchError
+
 _Module = tuple[str, str, tuple[str, ...]]
 Fingerprint = tuple[_Module, ...]
 _FROZEN = " frozen"
@@ -63,6 +65,33 @@ def frozen_names(model: Fingerprint) -> tuple[str, ...]:
         for text in parameters
         if text.endswith(_FROZEN)
     )
+
+
+def check_model(
+    expected: Fingerprint, model: torch.nn.Module, *, may_train_more: bool = False
+) -> None:
+    """Refuse a model that a plan was not made for.
+
+    Args:
+        expected: What the plan was made for.
+        model: The model.
+        may_train_more: Parameters may be trained that were frozen: whoever follows the
+            plan looks at them in each step.
+
+    Raises:
+        PlanMismatchError: Names the first difference.
+    """
+    actual = fingerprint(model)
+    difference = first_difference(expected, actual)
+    if difference is None and not may_train_more:
+        frozen = set(frozen_names(actual))
+        thawed = [name for name in frozen_names(expected) if name not in frozen]
+        if thawed:
+            difference = f"it has `{thawed[0]}` frozen, this model trains it"
+    if difference is not None:
+        raise PlanMismatchError(
+            f"The plan was made for another model: {difference}. Plan again."
+        )
 
 
 def digest(value: object) -> str:

@@ -209,6 +209,7 @@ def profile_of_step(
         signature=signature_of(step.args, step.kwargs, positional_names(step.model)),
         allocator=allocator or AllocatorSettings(),
         optimizer=arguments.optimizer_name(step.optimizer),
+        autocast=arguments.autocast_name(step.autocast),
     )
     return replace(new_profile, redrawn=_redrawn(new_profile))
 

@@ -81,6 +81,8 @@ class TracedStep(Summarized):
         plain: The same step without offload; None if this one offloads nothing.
         host_bytes: Most bytes in far memory; None for as many as one likes.
         optimizer: Name of the optimizer's class; '' for none.
+        autocast: Type that forward and loss autocast to, '' for none; None if it is one
+            that depends on the device.
     """
 
     tape: Tape
@@ -98,6 +100,7 @@ class TracedStep(Summarized):
     plain: TracedStep | None = None
     host_bytes: int | None = None
     optimizer: str = ""
+    autocast: str | None = None
 
     @cached_property
     def _far_copies(self) -> list[tuple[Copies, float]]:

@@ -372,3 +372,13 @@ def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
             " 'bfloat16' or 'bf16'."
         )
     return named
+
+
+def autocast_name(dtype: torch.dtype | None) -> str | None:
+    """The type that a step autocasts to, '' for none.
+
+    None for a type that some devices turn autocast off for.
+    """
+    if dtype is None:
+        return ""
+    return None if dtype.itemsize > 2 else str(dtype).removeprefix("torch.")
