@@ -19,6 +19,7 @@ from autosac._compat_distributed import WAITS, are_distributed
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.earlier_gradients import EarlierGradients
+from autosac.checkpointing.forward_results import ForwardResults
 from autosac.checkpointing.installing import (
     CountedForward,
     Step,
@@ -49,9 +50,13 @@ class Planned(Protocol):
         opening: Names of the first ops of forward, up to the one that tells it from
             the other plans for such batches, or '' where one of their units begins;
             empty if nothing tells.
+        offloads: It moves anything to far memory.
         offload_dir: Directory of the CPU's far memory.
         finds_gradients: Those of earlier steps are there as a step begins.
         autocast: Type that forward autocasts to, '' for none, None if it is not known.
+        forward_bytes: What ops of forward make, added up; None if it is not known.
+        peak_bytes: Its peak.
+        num_batches: How many batches it was made for, 0 for one that is like them.
         far_state_bytes: Bytes of the optimizer's state that lie in far memory.
         composition: What its peak is made of, in bytes, the optimizer's state by
             itself.
@@ -66,6 +71,14 @@ class Planned(Protocol):
     def finds_gradients(self) -> bool: ...
     @property
     def autocast(self) -> str | None: ...
+    @property
+    def forward_bytes(self) -> int | None: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def num_batches(self) -> int: ...
+    @property
+    def offloads(self) -> bool: ...
     @property
     def offload_dir(self) -> str | None: ...
     @property
@@ -257,6 +270,7 @@ class BatchForward(StandIn):
             planned=any(plan.finds_gradients for plan in variants.plans)
         )
         self.autocast = PlannedAutocast(variants.plans[0].autocast)
+        self.results = ForwardResults(model)
         self.states: OptimizerStates | None = None
         self.by_hand = False
         self.steps: list[Step] = []
@@ -283,14 +297,30 @@ class BatchForward(StandIn):
         try:
             if not is_step:
                 return self._forward()(*args, **kwargs)
-            is_wrapped = self.own_forward is not None
-            with self.autocast.watching(self.module, is_wrapped=is_wrapped):
+            with self._watching():
                 return self._forward()(*args, **kwargs)
         finally:
             variants.is_running = variants.is_step = False
             variants.close()
             if is_step:
                 self.places.outline.renew()
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A step's forward runs inside, which may not be what was planned."""
+        is_wrapped = self.own_forward is not None
+        with (
+            self.autocast.watching(self.module, is_wrapped=is_wrapped),
+            self.results.watching(self._planned_results),
+        ):
+            yield
+
+    def _planned_results(self) -> tuple[int | None, int]:
+        """What forward makes under the plan that it followed, and the peak."""
+        plan = self.variants.plans[self.variants.current]
+        is_said = self.autocast.has_warned or self.places.outline.has_warned
+        is_known = plan.num_batches and not plan.offloads and not is_said
+        return plan.forward_bytes if is_known else None, plan.peak_bytes
 
     @property
     def state_bytes(self) -> int:

@@ -23,10 +23,14 @@ class Outline:
 
     Args:
         model: The model.
+
+    Attributes:
+        has_warned: It warned of a part.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
+        self.has_warned = False
         self._look()
 
     def _look(self) -> None:
@@ -64,6 +68,7 @@ class Outline:
             if what := _difference(before.get(fqn), part):
                 changed[fqn], last = what, fqn
         if changed:
+            self.has_warned = True
             warn_of_changed(changed)
 
 

@@ -17,10 +17,14 @@ class PlannedAutocast:
 
     Args:
         planned: As `autosac.Plan.autocast`.
+
+    Attributes:
+        has_warned: It has.
     """
 
     def __init__(self, planned: str | None) -> None:
         self._planned = planned
+        self.has_warned = False
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module, *, is_wrapped: bool) -> Iterator[None]:
@@ -33,7 +37,7 @@ class PlannedAutocast:
         """
         device_type = next((p.device.type for p in model.parameters()), "cpu")
         present = _present(device_type)
-        if self._planned is None or present in (None, self._planned):
+        if self.has_warned or self._planned is None or present in (None, self._planned):
             yield
             return
         if not is_wrapped:
@@ -55,7 +59,7 @@ class PlannedAutocast:
             self._say(present, device_type)
 
     def _say(self, present: str | None, device_type: str) -> None:
-        """Warn, and look no more."""
+        self.has_warned = True
         fix = f"Plan again with `autocast`={present!r}"
         if not present:
             fix = (
@@ -66,7 +70,6 @@ class PlannedAutocast:
             f"The model's forward runs {_in_words(present)}, and its plan is for a step"
             f" {_in_words(self._planned)}: the planned peak does not hold. {fix}."
         )
-        self._planned = None
 
 
 def _present(device_type: str) -> str | None:

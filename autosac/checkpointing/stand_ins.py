@@ -74,8 +74,7 @@ class Places:
         """Warn, once, of what changed in the model since the last step."""
         for parent, name, module, fqn in self.places:
             if parent._modules.get(name) is not module:
-                warn_of_replaced(f"`{fqn}`")
-                self.places, self.forwards = [], []
+                self._give_up(f"`{fqn}`")
                 self.outline.renew()
                 return
         self.outline.check()
@@ -83,11 +82,15 @@ class Places:
             if _forward(module) is stand_in:
                 continue
             if not _is_kept(module, stand_in):
-                warn_of_replaced(f"`forward` of `{fqn}`")
-                self.places, self.forwards = [], []
+                self._give_up(f"`forward` of `{fqn}`")
             else:  # somebody wrapped it
                 del self.forwards[index]
             return
+
+    def _give_up(self, which: str) -> None:
+        warn_of_replaced(which)
+        self.places, self.forwards = [], []
+        self.outline.has_warned = True
 
 
 def _forward(module: torch.nn.Module) -> Any:

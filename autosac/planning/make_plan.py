@@ -369,6 +369,7 @@ def _as_plan(
         offloaded_bytes=far_bytes(chosen),
         far_state_bytes=profile.far_state_bytes,
         autocast=profile.autocast,
+        forward_bytes=profile.forward_bytes,
         finds_gradients=any(
             s.born == 0 and s.category == "gradient" for s in profile.tape.storages
         ),

@@ -83,6 +83,8 @@ class Plan(Summarized):
         finds_gradients: Those of earlier steps are there as the step begins.
         autocast: Type that forward and loss autocast to, such as ``bfloat16``; '' for
             none, None if it is not known.
+        forward_bytes: What the ops of the model's forward make, added up; None if it is
+            not known, or varies from step to step.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
             one.
         variants: The plans for several kinds of batches, that of the highest peak
@@ -121,6 +123,7 @@ class Plan(Summarized):
     far_state_bytes: int = 0
     finds_gradients: bool = False
     autocast: str | None = None
+    forward_bytes: int | None = None
     offload_dir: str | None = None
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
@@ -227,7 +230,8 @@ class Plan(Summarized):
             left_out += ["offloaded_bytes", "exposed_ms", "offload_dir"]
         for name in ("far_state_bytes", "finds_gradients"):
             left_out += () if record[name] else (name,)
-        left_out += ["autocast"] if self.autocast is None else []
+        later = ("autocast", "forward_bytes")
+        left_out += [name for name in later if record[name] is None]
         return {n: value for n, value in record.items() if n not in left_out}
 
     @classmethod

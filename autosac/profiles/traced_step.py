@@ -132,6 +132,13 @@ class TracedStep(Summarized):
         return sum(ms for _, ms in self._far_copies)
 
     @property
+    def forward_bytes(self) -> int | None:
+        """What ops of the model's forward make; None if that varies, or is unknown."""
+        if self.redrawn or any(op.decides for op in self.tape.ops):
+            return None
+        return self.tape.forward_bytes
+
+    @property
     def far_unit_bytes(self) -> int | None:
         """Most bytes that units may have there; None for as many as one likes."""
         if self.host_bytes is None:

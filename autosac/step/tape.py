@@ -234,6 +234,17 @@ class Tape:
     opaque: frozenset[str] = frozenset()
 
     @cached_property
+    def forward_bytes(self) -> int | None:
+        """What ops of the model's first call make, added up; None without a call."""
+        root = next(
+            (c for c in self.calls if not self.modules.nodes[c.module].fqn), None
+        )
+        if root is None:
+            return None
+        own = (op for op in self.ops if root.enter <= op.start <= root.exit)
+        return sum(self.storages[made].nbytes for op in own for made in op.creates)
+
+    @cached_property
     def born(self) -> IntArray:
         """Birth tick of every storage, shape (num_storages,)."""
         return np.array([s.born for s in self.storages], dtype=np.int64)

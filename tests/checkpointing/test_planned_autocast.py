@@ -100,7 +100,7 @@ def test_a_plan_file_knows_the_planned_autocast(tmp_path):
 
 def test_a_plan_that_does_not_know_its_autocast_says_nothing(tmp_path):
     # A file of an autosac that did not write it.
-    plan = replace(planned(None), autocast=None)
+    plan = replace(planned(None), autocast=None, forward_bytes=None)
     plan.save(tmp_path / "plan.json")
     assert '"autocast"' not in (tmp_path / "plan.json").read_text()
 
