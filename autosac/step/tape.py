@@ -235,11 +235,16 @@ class Tape:
 
     @cached_property
     def forward_bytes(self) -> int | None:
-        """What ops of the model's first call make, added up; None without a call."""
+        """What ops of the model's first call make, added up.
+
+        None if the step does not call it, or goes backward in there.
+        """
         root = next(
             (c for c in self.calls if not self.modules.nodes[c.module].fqn), None
         )
-        if root is None:
+        if root is None or any(
+            (s.unpacked or root.exit) < root.exit for s in self.saved
+        ):
             return None
         own = (op for op in self.ops if root.enter <= op.start <= root.exit)
         return sum(self.storages[made].nbytes for op in own for made in op.creates)

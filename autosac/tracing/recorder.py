@@ -28,7 +28,6 @@ from autosac.step import source_lines
 from autosac.step.tape import Op, Storage, Tape
 from autosac.tracing import untold
 from autosac.tracing.account import blas_storages
-from autosac.tracing.accumulating import Accumulations
 from autosac.tracing.attribution import Attribution
 from autosac.tracing.failures import bypasses, differentiates, place_of, too_large
 from autosac.tracing.learned import Learned, LiveViews, Retrace
@@ -36,7 +35,7 @@ from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numb
 from autosac.tracing.real_tensors import RealCalls
 from autosac.tracing.saving import Holder, SavedTensors
 from autosac.tracing.threads import OneThread
-from autosac.tracing.writing_in_place import of_real_step
+from autosac.tracing.writing_in_place import RealOps
 
 _FORWARD_PHASES = ("forward", "loss")
 _LITERAL, _ZEROS = torch.ops.aten.lift_fresh.default, torch.ops.aten.zeros.default
@@ -100,7 +99,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         self.failed_in = 0
         self.modules = Attribution(model)
         self.views = LiveViews()
-        self.accumulations = Accumulations()
+        self.real_ops = RealOps()
         self.thread = OneThread()
 
     @contextlib.contextmanager
@@ -135,7 +134,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
     def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
         """Begin a phase of the step; backward begins at a loss."""
         if loss is not None:
-            self.accumulations = Accumulations(loss)
+            self.real_ops = RealOps(loss)
         if phase == "loss":
             self.modules.begin_loss()
         self.phase = phase
@@ -192,7 +191,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         if self.muted:
             return self._unrecorded(func, args, kwargs)
         if self.phase == "backward":
-            func, args = of_real_step(func, args, self.accumulations)
+            func, args = self.real_ops.of(func, args)
         start = self.tick()
         inputs: list[torch.Tensor] = []
         key = self.repeated.key(func, args, kwargs, inputs)

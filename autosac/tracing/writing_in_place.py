@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat_autograd
+from autosac import _compat_autograd, _compat_dispatch
 from autosac.tracing.accumulating import Accumulations
 
 _aten = torch.ops.aten
@@ -89,37 +89,54 @@ _IN_PLACE: dict[Any, tuple[Any, tuple[Any, ...], frozenset[str]]] = {
 _BY_ADDRESS = {id(func): (func, *entry) for func, entry in _IN_PLACE.items()}
 
 
-def of_real_step(
-    func: Any, args: tuple[Any, ...], accumulations: Accumulations
-) -> tuple[Any, tuple[Any, ...]]:
-    """The op of backward that a real step runs for a trace's, and its arguments.
+# Losses of logits write every product over its first factor, but for these two.
+_NEW_PRODUCTS_AFTER = (None, _aten.neg.default)  # of weights of positives; of targets
+
+
+class RealOps:
+    """Ops of backward that a real step runs for those of a trace.
 
     Args:
-        func: The op of the trace.
-        args: Its positional arguments.
-        accumulations: Recognise sums of gradients.
+        loss: What backward starts from; None before there is one.
     """
-    if accumulations.in_place(func, args):
-        return _aten.add_.Tensor, args
-    entry = _BY_ADDRESS.get(id(func))  # ops are slow to hash
-    if entry is None or torch.is_grad_enabled():
-        return func, args
-    _, real, more, functions = entry
-    node = _compat_autograd.current_node()
-    if node is None or node.name() not in functions:
-        return func, args
-    if func is _aten.mul.Tensor and not _writes_product(node, args):
-        return func, args
-    return real, (*args, *more)
+
+    def __init__(self, loss: torch.Tensor | None = None) -> None:
+        self._accumulations = Accumulations(loss)
+        self._last: tuple[int, Any] = (-1, None)  # a loss of logits, and its last op
+
+    def of(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The op of a real step, and its arguments.
+
+        Args:
+            func: The op of the trace.
+            args: Its positional arguments.
+        """
+        if self._accumulations.in_place(func, args):
+            return _aten.add_.Tensor, args
+        node = _compat_autograd.current_node()
+        if node is None or torch.is_grad_enabled():
+            return func, args
+        before = self._before(node, func)
+        entry = _BY_ADDRESS.get(id(func))  # ops are slow to hash
+        if entry is None or node.name() not in entry[3]:
+            return func, args
+        if func is _aten.mul.Tensor and not _writes_product(node, args, before):
+            return func, args
+        _, real, more, _ = entry
+        return real, (*args, *more)
+
+    def _before(self, node: Any, func: Any) -> Any:
+        """The op that ran before in a loss of logits, but for views; None for none."""
+        if node.name() != _OF_LOGITS or _compat_dispatch.traits(func).is_view:
+            return None
+        number = _compat_autograd.sequence_nr(node)
+        last_number, last = self._last
+        self._last = number, func
+        return last if number == last_number else None
 
 
-def _writes_product(node: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a loss writes a product over its first factor, which it has made.
-
-    Where that cannot be told none is taken to be: with a weight of positives, and for
-    the gradient of trained targets of logits.
-    """
-    if not _compat_autograd.held_by_engine_only(args[0]):
-        return False
-    of_targets, _ = node.next_functions[1]
-    return node.name() != _OF_LOGITS or of_targets is None
+def _writes_product(node: Any, args: tuple[Any, ...], before: Any) -> bool:
+    """Whether a loss writes a product over its first factor, which it has made."""
+    if node.name() == _OF_LOGITS:
+        return before not in _NEW_PRODUCTS_AFTER
+    return _compat_autograd.held_by_engine_only(args[0])
