@@ -18,8 +18,6 @@ from autosac import _compat, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import thread
-from autosac.checkpointing.earlier_gradients import EarlierGradients
-from autosac.checkpointing.forward_results import ForwardResults
 from autosac.checkpointing.installing import (
     CountedForward,
     Step,
@@ -27,8 +25,8 @@ from autosac.checkpointing.installing import (
     remove,
 )
 from autosac.checkpointing.optimizer_states import OptimizerStates
-from autosac.checkpointing.planned_autocast import PlannedAutocast
 from autosac.checkpointing.stand_ins import Places, StandIn
+from autosac.checkpointing.training_habits import Facts, TrainingHabits
 from autosac.step.arguments import warn
 from autosac.step.batch_signatures import (
     BatchSignature,
@@ -41,7 +39,7 @@ from autosac.units.policies import OpPolicy
 _StandIns = dict[torch.nn.Module, StandIn]
 
 
-class Planned(Protocol):
+class Planned(Facts, Protocol):
     """A plan for batches of some signatures.
 
     Attributes:
@@ -50,13 +48,7 @@ class Planned(Protocol):
         opening: Names of the first ops of forward, up to the one that tells it from
             the other plans for such batches, or '' where one of their units begins;
             empty if nothing tells.
-        offloads: It moves anything to far memory.
         offload_dir: Directory of the CPU's far memory.
-        finds_gradients: Those of earlier steps are there as a step begins.
-        autocast: Type that forward autocasts to, '' for none, None if it is not known.
-        forward_bytes: What ops of forward make, added up; None if it is not known.
-        peak_bytes: Its peak.
-        num_batches: How many batches it was made for, 0 for one that is like them.
         far_state_bytes: Bytes of the optimizer's state that lie in far memory.
         composition: What its peak is made of, in bytes, the optimizer's state by
             itself.
@@ -67,18 +59,6 @@ class Planned(Protocol):
     @property
     def composition(self) -> dict[str, int]: ...
 
-    @property
-    def finds_gradients(self) -> bool: ...
-    @property
-    def autocast(self) -> str | None: ...
-    @property
-    def forward_bytes(self) -> int | None: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def num_batches(self) -> int: ...
-    @property
-    def offloads(self) -> bool: ...
     @property
     def offload_dir(self) -> str | None: ...
     @property
@@ -266,11 +246,13 @@ class BatchForward(StandIn):
         super().__init__(model)
         self.variants = variants
         self.frozen = [(name, model.get_parameter(name)) for name in frozen]
-        self.gradients = EarlierGradients(
-            planned=any(plan.finds_gradients for plan in variants.plans)
+        self.habits = TrainingHabits(
+            model,
+            variants.plans[0],
+            finds_gradients=any(plan.finds_gradients for plan in variants.plans),
+            trains_all=not self.frozen,
+            is_wrapped=self.own_forward is not None,
         )
-        self.autocast = PlannedAutocast(variants.plans[0].autocast)
-        self.results = ForwardResults(model)
         self.states: OptimizerStates | None = None
         self.by_hand = False
         self.steps: list[Step] = []
@@ -286,41 +268,31 @@ class BatchForward(StandIn):
             return self._forward()(*args, **kwargs)
         is_planned = self.module.training == variants.training
         is_step = torch.is_grad_enabled() and is_planned
+        if is_step and _compat_dispatch.is_transformed():
+            is_step = False
+            self.habits.note_transform()
         if torch.is_grad_enabled() and not is_planned:
             variants.warn_of_mode()
         if is_step:
-            self.gradients.look(self.module)
             self.begin(args, kwargs)
         else:
             self.steps[variants.current].calls.clear()
         variants.is_running, variants.is_step = True, is_step
         try:
-            if not is_step:
-                return self._forward()(*args, **kwargs)
-            with self._watching():
-                return self._forward()(*args, **kwargs)
+            if is_step:
+                return self.habits.run(self._forward(), args, kwargs, self._followed)
+            return self._forward()(*args, **kwargs)
         finally:
             variants.is_running = variants.is_step = False
             variants.close()
             if is_step:
                 self.places.outline.renew()
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """A step's forward runs inside, which may not be what was planned."""
-        is_wrapped = self.own_forward is not None
-        with (
-            self.autocast.watching(self.module, is_wrapped=is_wrapped),
-            self.results.watching(self._planned_results),
-        ):
-            yield
-
-    def _planned_results(self) -> tuple[int | None, int]:
-        """What forward makes under the plan that it followed, and the peak."""
-        plan = self.variants.plans[self.variants.current]
-        is_said = self.autocast.has_warned or self.places.outline.has_warned
-        is_known = plan.num_batches and not plan.offloads and not is_said
-        return plan.forward_bytes if is_known else None, plan.peak_bytes
+    def _followed(self) -> Planned | None:
+        """The plan of the step that runs; None if the model itself has changed."""
+        if self.places.outline.has_warned:
+            return None
+        return self.variants.plans[self.variants.current]
 
     @property
     def state_bytes(self) -> int:

@@ -26,7 +26,7 @@ class EarlierGradients:
         if not self._looks_left:
             return
         self._looks_left -= 1
-        parameters = list(model.parameters())
+        parameters = [p for p in model.parameters() if p.is_leaf]  # not swapped ones
         num_bytes = sum(p.grad.nbytes for p in parameters if p.grad is not None)
         if num_bytes <= _LITTLE * sum(p.nbytes for p in parameters):
             return

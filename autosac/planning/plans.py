@@ -32,6 +32,14 @@ if TYPE_CHECKING:
     from autosac.planning.reporting import Report
 
 LARGE_GAP = 0.05  # worth a warning
+# Of a step, which older files do not tell.
+_LATER_FIELDS = (
+    "autocast",
+    "forward_bytes",
+    "keeps_graph",
+    "calls_again",
+    "trains_inputs",
+)
 _MUCH_UNSTEADY = 0.1  # of the measured time
 
 
@@ -85,6 +93,9 @@ class Plan(Summarized):
             none, None if it is not known.
         forward_bytes: What the ops of the model's forward make, added up; None if it is
             not known, or varies from step to step.
+        keeps_graph: Some backward pass of the step keeps its graph,
+        calls_again: or it calls the model several times,
+        trains_inputs: or inputs require gradients; None if that is not known.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
             one.
         variants: The plans for several kinds of batches, that of the highest peak
@@ -124,6 +135,9 @@ class Plan(Summarized):
     finds_gradients: bool = False
     autocast: str | None = None
     forward_bytes: int | None = None
+    keeps_graph: bool | None = None
+    calls_again: bool | None = None
+    trains_inputs: bool | None = None
     offload_dir: str | None = None
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)
@@ -230,8 +244,7 @@ class Plan(Summarized):
             left_out += ["offloaded_bytes", "exposed_ms", "offload_dir"]
         for name in ("far_state_bytes", "finds_gradients"):
             left_out += () if record[name] else (name,)
-        later = ("autocast", "forward_bytes")
-        left_out += [name for name in later if record[name] is None]
+        left_out += [name for name in _LATER_FIELDS if record[name] is None]
         return {n: value for n, value in record.items() if n not in left_out}
 
     @classmethod

@@ -24,6 +24,7 @@ from autosac.profiles.mistakes import (
 from autosac.profiles.planned_device import planned_device
 from autosac.profiles.real_memory import as_measured, can_be_measured
 from autosac.profiles.traced_step import VARIANTS, TracedStep
+from autosac.pytrees import tensors_in
 from autosac.step import arguments
 from autosac.step.batch_signatures import positional_names, signature_of
 from autosac.step.training_step import LossFn, normalize_inputs
@@ -210,6 +211,9 @@ def profile_of_step(
         allocator=allocator or AllocatorSettings(),
         optimizer=arguments.optimizer_name(step.optimizer),
         autocast=arguments.autocast_name(step.autocast),
+        trains_inputs=any(
+            t.requires_grad for t in tensors_in((step.args, step.kwargs))
+        ),
     )
     return replace(new_profile, redrawn=_redrawn(new_profile))
 

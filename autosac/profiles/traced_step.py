@@ -83,6 +83,7 @@ class TracedStep(Summarized):
         optimizer: Name of the optimizer's class; '' for none.
         autocast: Type that forward and loss autocast to, '' for none; None if it is one
             that depends on the device.
+        trains_inputs: Inputs of the model require gradients; None if it is not known.
     """
 
     tape: Tape
@@ -101,6 +102,7 @@ class TracedStep(Summarized):
     host_bytes: int | None = None
     optimizer: str = ""
     autocast: str | None = None
+    trains_inputs: bool | None = None
 
     @cached_property
     def _far_copies(self) -> list[tuple[Copies, float]]:

@@ -1,0 +1,106 @@
+"""Backward passes of a training loop, held against the planned one.
+
+That goes once through each graph, which ends with it, before the model is called again;
+and it runs outside of autocast.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from autosac import _compat_dispatch
+from autosac.pytrees import tensors_in
+from autosac.step.arguments import warn
+
+_MOST_LOOKS = 3  # at the first steps
+_MOST_FUNCTIONS = 16  # of outputs
+
+
+class BackwardPasses:
+    """Looks at the graphs of a model's first calls; warns once.
+
+    Args:
+        may_keep: Some backward pass of the planned step keeps its graph, or that is not
+            known,
+        may_call_again: or the step calls the model several times.
+        has_units: The plan has AC units.
+    """
+
+    def __init__(
+        self, *, may_keep: bool, may_call_again: bool, has_units: bool
+    ) -> None:
+        self._looks_left = 0 if may_keep else _MOST_LOOKS
+        self._calls_once = not may_call_again
+        self._has_units = has_units
+        self._last: weakref.ref[_Graph] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_last": None}
+
+    def begin(self) -> None:
+        """Forward begins."""
+        last = None if self._last is None else self._last()
+        if last is None or last.has_begun or not self._calls_once:
+            return
+        self._say(
+            "The model is called again before backward has gone through its earlier"
+            " call, and the planned step calls it once: what both save is there"
+            " together, and the planned peak does not hold. Plan a module whose"
+            " `forward` makes all the calls between two backward passes, or go backward"
+            " after each."
+        )
+
+    def end(self, output: Any) -> None:
+        """Forward has returned its output."""
+        self._last = None
+        if self._looks_left <= 0:
+            return
+        self._looks_left -= 1
+        graph = _Graph(self)
+        made = {tensor.grad_fn for tensor in tensors_in((output,))}
+        functions = [function for function in made if function is not None]
+        for function in functions[:_MOST_FUNCTIONS]:
+            function.register_prehook(graph.begin)
+        self._last = weakref.ref(graph)
+
+    def meet(self) -> None:
+        """Backward begins at an output of the model."""
+        if _compat_dispatch.keeps_graph():
+            self._say(
+                "Backward keeps its graph, by `retain_graph` or `create_graph`, and the"
+                " planned step does not: what is saved or recomputed stays, and the"
+                " planned peak does not hold. Add up the losses and go backward once,"
+                " without `retain_graph`; or plan a module whose `forward` does it as"
+                " the training does."
+            )
+        if self._has_units and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+            self._say(
+                "Backward runs inside of `torch.autocast`, which keeps copies of"
+                " weights, and the planned step leaves that before: the peak may be"
+                " higher by them. Call `backward` after the `with` block."
+            )
+
+    def _say(self, message: str) -> None:
+        if self._looks_left >= 0:
+            self._looks_left, self._last = -1, None
+            warn(message)
+
+
+class _Graph:
+    """The graph of one call, which keeps this as long as it lives.
+
+    Attributes:
+        has_begun: Backward has come to an output of the call.
+    """
+
+    def __init__(self, passes: BackwardPasses) -> None:
+        self._passes = passes
+        self.has_begun = False
+
+    def begin(self, _: Any) -> None:
+        """Backward begins at an output."""
+        self.has_begun = True
+        self._passes.meet()

@@ -1,0 +1,148 @@
+"""What a training loop does otherwise than the planned step, said once of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from autosac.checkpointing.backward_passes import BackwardPasses
+from autosac.checkpointing.earlier_gradients import EarlierGradients
+from autosac.checkpointing.forward_results import ForwardResults
+from autosac.checkpointing.planned_autocast import PlannedAutocast
+from autosac.pytrees import tensors_in
+from autosac.quantities import format_bytes
+from autosac.step.arguments import warn
+
+_LITTLE = 0.01  # of the planned peak: so little is not said
+
+
+class Facts(Protocol):
+    """What a plan knows of its step; None for what it does not know.
+
+    Attributes:
+        finds_gradients: Those of earlier steps are there as it begins.
+        autocast: Type that forward autocasts to, '' for none.
+        keeps_graph: Some backward pass keeps the graph,
+        calls_again: or the step calls the model several times.
+        trains_inputs: Inputs of the model require gradients.
+        forward_bytes: What ops of forward make, added up.
+        peak_bytes: Its peak.
+        num_batches: How many batches it was made for, 0 for one that is like them.
+        offloads: It moves anything to far memory.
+        op_policies: What its units do.
+    """
+
+    @property
+    def finds_gradients(self) -> bool: ...
+    @property
+    def autocast(self) -> str | None: ...
+    @property
+    def keeps_graph(self) -> bool | None: ...
+    @property
+    def calls_again(self) -> bool | None: ...
+    @property
+    def trains_inputs(self) -> bool | None: ...
+    @property
+    def forward_bytes(self) -> int | None: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def num_batches(self) -> int: ...
+    @property
+    def offloads(self) -> bool: ...
+    @property
+    def op_policies(self) -> tuple[Any, ...]: ...
+
+
+class TrainingHabits:
+    """Runs the forward of each step and looks at how it is called.
+
+    Args:
+        model: The model.
+        plan: The first of its plans.
+        finds_gradients: Gradients of earlier steps are there in some planned step.
+        trains_all: Its plans train all parameters.
+        is_wrapped: Its ``forward`` was replaced before the plans were applied.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        plan: Facts,
+        *,
+        finds_gradients: bool,
+        trains_all: bool,
+        is_wrapped: bool,
+    ) -> None:
+        self._model = model
+        self._is_wrapped = is_wrapped
+        self._little_bytes = _LITTLE * plan.peak_bytes if trains_all else 0
+        self._trains_inputs = plan.trains_inputs is not False
+        self._warns_of_transform = not plan.op_policies  # units do
+        self._gradients = EarlierGradients(planned=finds_gradients)
+        self._autocast = PlannedAutocast(plan.autocast)
+        self._results = ForwardResults(model)
+        self._passes = BackwardPasses(
+            may_keep=plan.keeps_graph is not False,
+            may_call_again=plan.calls_again is not False,
+            has_units=bool(plan.op_policies),
+        )
+
+    def run(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        plan: Callable[[], Facts | None],
+    ) -> Any:
+        """Run forward.
+
+        Args:
+            forward: The model's forward under its plans.
+            args: Its arguments,
+            kwargs: and those by name.
+            plan: Says, once it has run, which plan was followed; None if something
+                else was said already that makes it do more.
+        """
+        self._gradients.look(self._model)
+        self._passes.begin()
+
+        self._look_at_inputs(args, kwargs)
+
+        def planned() -> tuple[int | None, int]:
+            followed = None if self._autocast.has_warned else plan()
+            if followed is None or not followed.num_batches or followed.offloads:
+                return None, 0
+            return followed.forward_bytes, followed.peak_bytes
+
+        watching = self._autocast.watching(self._model, is_wrapped=self._is_wrapped)
+        with watching, self._results.watching(planned):
+            output = forward(*args, **kwargs)
+        self._passes.end(output)
+        return output
+
+    def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._trains_inputs:
+            return
+        nbytes = sum(t.nbytes for t in tensors_in((args, kwargs)) if t.requires_grad)
+        if nbytes > self._little_bytes:
+            self._trains_inputs = True
+            frozen = "" if self._little_bytes else " and what frozen layers save"
+            warn(
+                f"Inputs of the model ({format_bytes(nbytes)}) require gradients, and"
+                " those of the planned step do not: the peak may be higher by these"
+                f" gradients{frozen}. Plan again with inputs like these, or `detach()`"
+                " them."
+            )
+
+    def note_transform(self) -> None:
+        """The model is called under a transform."""
+        if self._warns_of_transform:
+            self._warns_of_transform = False
+            warn(
+                "The model runs under a transform of `torch.func`, `torch.vmap` or"
+                " forward-mode autograd, which its plan is not for: the planned peak"
+                " does not hold for this call."
+            )
