@@ -1,15 +1,15 @@
 """What a model's forward makes, held against the forward that was planned.
 
-Ops outside of AC units are not looked at in general. In a model's first two steps, and
-where a plain attribute of a module was set between two steps, a dispatch mode adds up
-what they make: more than in the planned step is said.
+Ops outside of AC units are not looked at in general. In a model's steps 1, 2, 4, 8 and
+so on, and where a plain attribute of a module was set between two steps, a dispatch
+mode adds up what they make: more than in the planned step is said.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import is_, itemgetter
 from typing import Any
 
@@ -21,11 +21,13 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 
-_FIRST_LOOKS = 2  # steps; a model may set itself up in its first one
-_MOST_LOOKS = 16
-_MOST_OF_ONE = 4  # for one attribute, if it is a number, or for one value of it
+_MOST_LOOKS = 16  # for the sake of attributes
+_MOST_OF_ONE = 4  # for one attribute, or for one value of it if these are few
 _LITTLE = 0.01  # of the planned peak: so little is not said
 _PLAIN = (bool, int, float, str, type(None))
+_MOST_RENEWED = 2  # steps: then it is known what forward itself changes
+_FEW = (bool, str, type(None))  # types of attributes that take few values
+_NEW = object()
 
 _Changed = dict[str, Any]  # name of an attribute, with its module's -> its value
 _Planned = Callable[[], tuple[int | None, int]]  # bytes that forward makes; the peak
@@ -40,7 +42,8 @@ class ForwardResults:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._looks = 0
+        self._looks = self._steps = 0
+        self._is_done = False
         self._looks_for: Counter[tuple[str, Any]] = Counter()
         self._attributes = _PlainAttributes(model)
 
@@ -51,24 +54,30 @@ class ForwardResults:
         Args:
             planned: Says, once it has run, what its plan knows of it.
         """
-        if self._looks >= _MOST_LOOKS or _compat_dispatch.is_transformed():
+        if self._is_done:
             yield
             return
-        changed = self._attributes.changed()
-        keys = {
-            (name, None if type(value) in (int, float) else value)
-            for name, value in changed.items()
-        }
-        wanted = [key for key in keys if self._looks_for[key] < _MOST_OF_ONE]
-        if not wanted and self._looks >= _FIRST_LOOKS:
-            yield
-        else:
-            self._looks += 1
+        self._steps += 1
+        changed = self._attributes.changed() if self._looks < _MOST_LOOKS else {}
+        wanted = self._wanted(changed)
+        if wanted or self._steps & (self._steps - 1) == 0:
+            self._looks += bool(wanted)
             self._looks_for.update(wanted)
             with _Made(self._model) as made:
                 yield
             self._compare(made.nbytes, *planned(), changed)
-        self._attributes.renew()
+        else:
+            yield
+        if self._looks < _MOST_LOOKS:
+            self._attributes.renew()
+
+    def _wanted(self, changed: _Changed) -> list[tuple[str, Any]]:
+        """Those of changed attributes that were not looked at often enough."""
+        keys = [
+            (name, value if type(value) in _FEW else None)
+            for name, value in changed.items()
+        ]
+        return [key for key in keys if self._looks_for[key] < _MOST_OF_ONE]
 
     def _compare(
         self,
@@ -79,7 +88,7 @@ class ForwardResults:
     ) -> None:
         if planned_bytes is None or made_bytes - planned_bytes <= _LITTLE * peak_bytes:
             return
-        self._looks = _MOST_LOOKS
+        self._is_done = True
         why = "Does it run under other settings, or branch on its step"
         if changed:
             name, *others = changed
@@ -132,41 +141,106 @@ def _storage(tensor: torch.Tensor) -> int | None:
 class _PlainAttributes:
     """Flags, numbers and texts that the modules of a model have for attributes.
 
+    Those in dicts and objects that are attributes count too, as of a config.
+
     Args:
         model: The model.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._sort()
+        self._owners: list[_Owner] = []  # found in the first step
+        self._moving: list[_Owner] = []  # which change from time to time
+        self._num_renewed = 0
 
-    def _sort(self) -> None:
-        self._owners: list[tuple[str, dict[str, Any], tuple[str, ...], Any]] = []
-        for fqn, module in self._model.named_modules():
-            own = vars(module)
-            names = tuple(name for name, v in own.items() if type(v) in _PLAIN)
-            if len(names) > 1:  # `training`, and one more of PyTorch's own
-                self._owners.append((fqn, own, names, itemgetter(*names)))
-        self.renew()
+    def __reduce__(self) -> tuple[type[_PlainAttributes], tuple[torch.nn.Module]]:
+        return _PlainAttributes, (self._model,)  # a copy has attributes of its own
 
     def renew(self) -> None:
-        """Take the attributes as they are."""
-        try:
-            self._values = [take(own) for _, own, _, take in self._owners]
-        except KeyError:  # one was deleted
-            self._sort()
+        """Take the attributes as they are, once forward has run."""
+        self._num_renewed += 1
+        if self._num_renewed <= _MOST_RENEWED:
+            self._move(owner for owner in self._owners if owner.has_changed())
+        for owner in self._moving:
+            owner.renew()
 
     def changed(self) -> _Changed:
         """Those that have other values than when they were taken last."""
+        if not self._owners:
+            self._owners = list(_owners(self._model))
+        changed = [owner for owner in self._owners if owner.has_changed()]
+        self._move(changed)
+        return {
+            f"{owner.name}.{name}".removeprefix("."): value
+            for owner in changed
+            for name, value in owner.changed()
+        }
+
+    def _move(self, owners: Iterable[_Owner]) -> None:
+        self._moving += [owner for owner in owners if owner not in self._moving]
+
+
+class _Owner:
+    """Plain values of one module, dict or object.
+
+    Args:
+        name: Its name,
+        own: and its values.
+    """
+
+    __slots__ = ("_names", "_own", "_take", "_values", "name")
+
+    def __init__(self, name: str, own: dict[Any, Any]) -> None:
+        self.name, self._own = name, own
+        self._sort()
+
+    def _sort(self) -> None:
+        own = self._own
+        names = [name for name, value in own.items() if type(value) in _PLAIN]
+        self._names = tuple(names)
+        self._take = itemgetter(*names[:1], *names) if names else tuple  # a tuple
+        self._values = (len(own), *self._take(own)) if names else (len(own),)
+
+    def has_changed(self) -> bool:
+        """Whether any value may be another object, or a name is new or gone."""
+        own, values = self._own, self._values
         try:
-            pairs = zip(self._owners, self._values, strict=True)
-            return {
-                f"{fqn}.{name}".removeprefix("."): now
-                for (fqn, own, names, take), values in pairs
-                if not all(map(is_, take(own), values))
-                for name, before, now in zip(names, values, take(own), strict=True)
-                if type(before) is not type(now) or before != now
-            }
+            now = self._take(own) if self._names else ()
         except KeyError:
+            return True
+        return len(own) != values[0] or not all(map(is_, now, values[1:]))
+
+    def renew(self) -> None:
+        """Take the values as they are."""
+        if self.has_changed():
             self._sort()
-            return {"": None}
+
+    def changed(self) -> Iterator[tuple[str, Any]]:
+        """Names of values that differ, and what they are now."""
+        before = dict(zip(self._names, self._values[2:], strict=True))
+        for name, value in self._own.items():
+            old = before.get(name, _NEW)
+            is_plain = type(value) in _PLAIN or old is not _NEW
+            if is_plain and (type(value) is not type(old) or value != old):
+                yield str(name), value
+
+
+def _owners(model: torch.nn.Module) -> Iterator[_Owner]:
+    """Modules, and what they have in public attributes: dicts, and objects."""
+    seen: set[int] = set()
+    for fqn, module in model.named_modules():
+        yield _Owner(fqn, vars(module))
+        for name, value in vars(module).items():
+            settings = value if type(value) is dict else _own(value)
+            if name.startswith("_") or settings is None or id(settings) in seen:
+                continue
+            seen.add(id(settings))
+            yield _Owner(f"{fqn}.{name}".removeprefix("."), settings)
+
+
+def _own(value: Any) -> dict[str, Any] | None:
+    """Attributes of an object that may hold settings."""
+    if isinstance(value, (torch.nn.Module, torch.Tensor, type)) or callable(value):
+        return None
+    own: dict[str, Any] | None = getattr(value, "__dict__", None)
+    return own

@@ -1,5 +1,6 @@
 """A forward that makes more than in the planned step is said, and nothing else is."""
 
+import copy
 import types
 import warnings
 
@@ -22,6 +23,7 @@ class Model(nn.Module):
         self.use_extra = self.is_verbose = False
         self.num_extra = self.num_calls = self.epoch = 0
         self.settings = types.SimpleNamespace(num_extra=0)
+        self.table = {"num_extra": 0}
         self.num_modes = []
 
     def forward(self, x):
@@ -29,7 +31,8 @@ class Model(nn.Module):
         self.num_modes.append(_compat_dispatch.num_modes())
         for layer in self.layers:
             x = layer(x).relu()
-        for _ in range(self.use_extra + self.num_extra + self.settings.num_extra):
+        num_extra = self.num_extra + self.settings.num_extra + self.table["num_extra"]
+        for _ in range(self.use_extra + num_extra + getattr(self, "late", 0)):
             x = x + x.sin().cos()
         return x
 
@@ -61,12 +64,16 @@ def only_warning(model, **options):
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-@pytest.mark.parametrize("name", ["use_extra", "num_extra"])
+@pytest.mark.parametrize(
+    "name", ["use_extra", "late", "settings.num_extra", "table.num_extra"]
+)
 def test_an_attribute_that_makes_forward_larger_is_named(name, share):
     model = planned(Model(), share)
     train(model)
 
-    setattr(model, name, 1)
+    owner, _, last = name.rpartition(".")
+    own = {"": vars(model), "settings": vars(model.settings), "table": model.table}
+    own[owner][last] = 1
 
     assert f"change with `{name}`, set before this step" in only_warning(model)
 
@@ -122,15 +129,15 @@ def test_forward_that_makes_less_is_not_said():
 def test_steps_are_looked_at_as_they_begin_and_no_longer():
     model = planned(Model())
     model.num_modes.clear()
-    train(model, 5)
-    assert model.num_modes == [1, 1, 0, 0, 0]
+    train(model, 9)
+    assert model.num_modes == [1, 1, 0, 1, 0, 0, 0, 1, 0]
 
     def count(number):
         model.epoch += 1
 
     model.num_modes.clear()
-    train(model, 20, count)
-    assert sum(model.num_modes) == 4  # of a number that changed nothing so far
+    train(model, 22, count)  # up to step 31
+    assert sum(model.num_modes) == 4 + 1  # of a number that changed nothing so far
 
 
 def test_bits_are_those_of_steps_without_a_plan():
@@ -146,3 +153,17 @@ def test_bits_are_those_of_steps_without_a_plan():
             loss_fn(one(rows)).backward()
         for own, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert torch.equal(own.grad, other.grad)
+
+
+def test_a_copy_of_a_planned_model_is_looked_at_too():
+    model = planned(Model())
+    train(model)
+    twin = copy.deepcopy(model)
+    train(twin)
+
+    twin.num_extra = 1
+
+    assert "`num_extra`" in only_warning(twin)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model)
