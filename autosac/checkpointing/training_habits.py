@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autosac.checkpointing.backend_flags import BackendFlags
 from autosac.checkpointing.backward_passes import BackwardPasses
 from autosac.checkpointing.earlier_gradients import EarlierGradients
 from autosac.checkpointing.forward_results import ForwardResults
@@ -27,6 +28,7 @@ class Facts(Protocol):
         keeps_graph: Some backward pass keeps the graph,
         calls_again: or the step calls the model several times.
         trains_inputs: Inputs of the model require gradients.
+        backends: Settings of ``torch.backends`` that kernels depend on.
         forward_bytes: What ops of forward make, added up.
         peak_bytes: Its peak.
         num_batches: How many batches it was made for, 0 for one that is like them.
@@ -44,6 +46,8 @@ class Facts(Protocol):
     def calls_again(self) -> bool | None: ...
     @property
     def trains_inputs(self) -> bool | None: ...
+    @property
+    def backends(self) -> dict[str, bool] | None: ...
     @property
     def forward_bytes(self) -> int | None: ...
     @property
@@ -84,6 +88,7 @@ class TrainingHabits:
         self._gradients = EarlierGradients(planned=finds_gradients)
         self._autocast = PlannedAutocast(plan.autocast)
         self._results = ForwardResults(model)
+        self._backends = BackendFlags(plan.backends)
         self._passes = BackwardPasses(
             may_keep=plan.keeps_graph is not False,
             may_call_again=plan.calls_again is not False,
@@ -110,6 +115,8 @@ class TrainingHabits:
         self._passes.begin()
 
         self._look_at_inputs(args, kwargs)
+        device_type = next((p.device.type for p in self._model.parameters()), "cpu")
+        self._backends.look(device_type)
 
         def planned() -> tuple[int | None, int]:
             followed = None if self._autocast.has_warned else plan()

@@ -372,6 +372,7 @@ def _as_plan(
         forward_bytes=profile.forward_bytes,
         keeps_graph=any(one.used_again for one in profile.tape.saved),
         trains_inputs=profile.trains_inputs,
+        backends=profile.backends,
         calls_again=sum(call.module == 0 for call in profile.tape.calls) > 1,
         finds_gradients=any(
             s.born == 0 and s.category == "gradient" for s in profile.tape.storages

@@ -39,6 +39,7 @@ _LATER_FIELDS = (
     "keeps_graph",
     "calls_again",
     "trains_inputs",
+    "backends",
 )
 _MUCH_UNSTEADY = 0.1  # of the measured time
 
@@ -96,6 +97,8 @@ class Plan(Summarized):
         keeps_graph: Some backward pass of the step keeps its graph,
         calls_again: or it calls the model several times,
         trains_inputs: or inputs require gradients; None if that is not known.
+        backends: Settings of ``torch.backends`` that its kernels depend on; None if
+            they are not known.
         offload_dir: Directory of the CPU's far memory; None for the system's temporary
             one.
         variants: The plans for several kinds of batches, that of the highest peak
@@ -138,6 +141,7 @@ class Plan(Summarized):
     keeps_graph: bool | None = None
     calls_again: bool | None = None
     trains_inputs: bool | None = None
+    backends: dict[str, bool] | None = None
     offload_dir: str | None = None
     variants: tuple[Plan, ...] = ()
     traced: TracedStep | None = field(default=None, compare=False, repr=False)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autosac.checkpointing.backend_flags import backend_flags
 from autosac.costs.sources import modelled_costs
 from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.devices.free_memory import available_bytes
@@ -211,6 +212,7 @@ def profile_of_step(
         allocator=allocator or AllocatorSettings(),
         optimizer=arguments.optimizer_name(step.optimizer),
         autocast=arguments.autocast_name(step.autocast),
+        backends=None if step.lens else backend_flags(step.device_type),
         trains_inputs=any(
             t.requires_grad for t in tensors_in((step.args, step.kwargs))
         ),

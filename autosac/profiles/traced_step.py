@@ -84,6 +84,7 @@ class TracedStep(Summarized):
         autocast: Type that forward and loss autocast to, '' for none; None if it is one
             that depends on the device.
         trains_inputs: Inputs of the model require gradients; None if it is not known.
+        backends: Settings of backends, on a device that is present.
     """
 
     tape: Tape
@@ -103,6 +104,7 @@ class TracedStep(Summarized):
     optimizer: str = ""
     autocast: str | None = None
     trains_inputs: bool | None = None
+    backends: dict[str, bool] | None = None
 
     @cached_property
     def _far_copies(self) -> list[tuple[Copies, float]]:

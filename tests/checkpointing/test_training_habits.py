@@ -105,6 +105,18 @@ def test_backward_inside_of_autocast_is_said_where_units_rerun():
     assert len(caught) == 1
 
 
+def test_another_backend_than_the_planned_one_is_said_once():
+    model = planned(Model()).apply(Model())
+    enabled = torch.backends.mkldnn.enabled
+    torch.backends.mkldnn.enabled = not enabled
+    try:
+        with pytest.warns(UserWarning, match="`torch.backends.mkldnn.enabled`") as said:
+            train(model, evaluates)
+    finally:
+        torch.backends.mkldnn.enabled = enabled
+    assert len(said) == 1
+
+
 class Twice(Model):
     """Goes backward in forward, twice through one graph, and calls itself twice."""
 
