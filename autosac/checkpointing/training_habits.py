@@ -33,6 +33,7 @@ class Facts(Protocol):
         peak_bytes: Its peak.
         num_batches: How many batches it was made for, 0 for one that is like them.
         offloads: It moves anything to far memory.
+        reserved_bytes: What a GPU's allocator reserves; None on the CPU.
         op_policies: What its units do.
     """
 
@@ -56,6 +57,8 @@ class Facts(Protocol):
     def num_batches(self) -> int: ...
     @property
     def offloads(self) -> bool: ...
+    @property
+    def reserved_bytes(self) -> int | None: ...
     @property
     def op_policies(self) -> tuple[Any, ...]: ...
 
@@ -122,6 +125,8 @@ class TrainingHabits:
             followed = None if self._autocast.has_warned else plan()
             if followed is None or not followed.num_batches or followed.offloads:
                 return None, 0
+            if (followed.reserved_bytes is None) != (device_type == "cpu"):
+                return None, 0  # planned for another kind of device, with other ops
             return followed.forward_bytes, followed.peak_bytes
 
         watching = self._autocast.watching(self._model, is_wrapped=self._is_wrapped)

@@ -167,3 +167,15 @@ def test_a_copy_of_a_planned_model_is_looked_at_too():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model)
+
+
+def test_a_plan_for_another_kind_of_device_knows_nothing_of_this_one():
+    model = Model()
+    profile = autosac.profile(
+        model, torch.randn(64, WIDTH), loss_fn=loss_fn, device="h100"
+    )
+    autosac.plan(profile, memory_budget="1GiB").apply(model)
+    model.num_extra = 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model)
