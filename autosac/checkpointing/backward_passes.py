@@ -15,12 +15,11 @@ from autosac import _compat_dispatch
 from autosac.pytrees import tensors_in
 from autosac.step.arguments import warn
 
-_MOST_LOOKS = 3  # at the first steps
 _MOST_FUNCTIONS = 16  # of outputs
 
 
 class BackwardPasses:
-    """Looks at the graphs of a model's first calls; warns once.
+    """Looks at the graphs of some of a model's calls; warns once.
 
     Args:
         may_keep: Some backward pass of the planned step keeps its graph, or that is not
@@ -32,9 +31,11 @@ class BackwardPasses:
     def __init__(
         self, *, may_keep: bool, may_call_again: bool, has_units: bool
     ) -> None:
-        self._looks_left = 0 if may_keep else _MOST_LOOKS
+        self._lets_go = not may_keep
         self._calls_once = not may_call_again
         self._has_units = has_units
+        self._num_calls = 0
+        self._is_done = False
         self._last: weakref.ref[_Graph] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -43,6 +44,7 @@ class BackwardPasses:
     def begin(self) -> None:
         """Forward begins."""
         last = None if self._last is None else self._last()
+        self._num_calls += 1
         if last is None or last.has_begun or not self._calls_once:
             return
         self._say(
@@ -56,9 +58,11 @@ class BackwardPasses:
     def end(self, output: Any) -> None:
         """Forward has returned its output."""
         self._last = None
-        if self._looks_left <= 0:
+        # Calls 1, 2, 4, 8 and so on, and those after: of calls of one step any but the
+        # last tells.
+        before = self._num_calls - 1
+        if self._is_done or (before & self._num_calls and before & (before - 1)):
             return
-        self._looks_left -= 1
         graph = _Graph(self)
         made = {tensor.grad_fn for tensor in tensors_in((output,))}
         functions = [function for function in made if function is not None]
@@ -68,7 +72,7 @@ class BackwardPasses:
 
     def meet(self) -> None:
         """Backward begins at an output of the model."""
-        if _compat_dispatch.keeps_graph():
+        if self._lets_go and _compat_dispatch.keeps_graph():
             self._say(
                 "Backward keeps its graph, by `retain_graph` or `create_graph`, and the"
                 " planned step does not: what is saved or recomputed stays, and the"
@@ -84,8 +88,8 @@ class BackwardPasses:
             )
 
     def _say(self, message: str) -> None:
-        if self._looks_left >= 0:
-            self._looks_left, self._last = -1, None
+        if not self._is_done:
+            self._is_done, self._last = True, None
             warn(message)
 
 

@@ -92,6 +92,18 @@ def test_a_habit_that_is_not_planned_is_said_once(step, tmp_path):
     assert len(caught) == 1
 
 
+def test_a_habit_that_begins_later_is_said_in_a_later_step():
+    # As where the second network of a GAN is trained after some steps.
+    model = planned(Model()).apply(Model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, evaluates, 6)
+
+    with pytest.warns(UserWarning, match="is called again before") as caught:
+        train(model, calls_twice, 8)
+    assert len(caught) == 1
+
+
 def test_backward_inside_of_autocast_is_said_where_units_rerun():
     def step(model):
         with torch.autocast("cpu", dtype=torch.bfloat16):
