@@ -253,6 +253,7 @@ class BatchForward(StandIn):
             trains_all=not self.frozen,
             is_wrapped=self.own_forward is not None,
         )
+        self.signature = variants.plans[0].signatures[0]
         self.states: OptimizerStates | None = None
         self.by_hand = False
         self.steps: list[Step] = []
@@ -268,7 +269,8 @@ class BatchForward(StandIn):
             return self._forward()(*args, **kwargs)
         is_planned = self.module.training == variants.training
         is_step = torch.is_grad_enabled() and is_planned
-        if is_step and _compat_dispatch.is_transformed():
+        is_compiling = torch.compiler.is_compiling()  # `begin` refuses that
+        if is_step and not is_compiling and _compat_dispatch.is_transformed():
             is_step = False
             self.habits.note_transform()
         if torch.is_grad_enabled() and not is_planned:
@@ -289,10 +291,13 @@ class BatchForward(StandIn):
                 self.places.outline.renew()
 
     def _followed(self) -> Planned | None:
-        """The plan of the step that runs; None if the model itself has changed."""
-        if self.places.outline.has_warned:
-            return None
-        return self.variants.plans[self.variants.current]
+        """The plan of the step that runs.
+
+        None if it is for smaller batches, or if the model itself has changed.
+        """
+        plan = self.variants.plans[self.variants.current]
+        is_covered = any(one.covers(self.signature) for one in plan.signatures)
+        return None if self.places.outline.has_warned or not is_covered else plan
 
     @property
     def state_bytes(self) -> int:
@@ -315,6 +320,7 @@ class BatchForward(StandIn):
         signature = signature_of(args, kwargs, variants.names)
         if thawed := [name for name, one in self.frozen if one.requires_grad]:
             signature = replace(signature, thawed=tuple(thawed))
+        self.signature = signature
         numbers = variants.by_signature.get(signature)
         if numbers is None:
             numbers = self._meet(signature, args, kwargs)

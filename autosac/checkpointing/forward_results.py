@@ -1,7 +1,7 @@
 """What a model's forward makes, held against the forward that was planned.
 
-Ops outside of AC units are not looked at in general. In a model's steps 1, 2, 4, 8 and
-so on, and where a plain attribute of a module was set between two steps, a dispatch
+Ops outside of AC units are not looked at in general. In a model's steps 2, 4, 8 and so
+on, and where a plain attribute of a module was set between two steps, a dispatch
 mode adds up what they make: more than in the planned step is said.
 """
 
@@ -60,7 +60,8 @@ class ForwardResults:
         self._steps += 1
         changed = self._attributes.changed() if self._looks < _MOST_LOOKS else {}
         wanted = self._wanted(changed)
-        if wanted or self._steps & (self._steps - 1) == 0:
+        # The first step may set the model up.
+        if wanted or (self._steps > 1 and self._steps & (self._steps - 1) == 0):
             self._looks += bool(wanted)
             self._looks_for.update(wanted)
             with _Made(self._model) as made:

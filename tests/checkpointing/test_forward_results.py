@@ -79,7 +79,7 @@ def test_an_attribute_that_makes_forward_larger_is_named(name, share):
 
 
 @pytest.mark.parametrize("kind", ["attribute", "settings"])
-def test_what_changed_before_a_plan_was_applied_is_said_in_the_first_step(
+def test_what_changed_before_a_plan_was_applied_is_said_in_the_first_steps(
     kind, tmp_path
 ):
     model = Model()
@@ -130,7 +130,7 @@ def test_steps_are_looked_at_as_they_begin_and_no_longer():
     model = planned(Model())
     model.num_modes.clear()
     train(model, 9)
-    assert model.num_modes == [1, 1, 0, 1, 0, 0, 0, 1, 0]
+    assert model.num_modes == [0, 1, 0, 1, 0, 0, 0, 1, 0]
 
     def count(number):
         model.epoch += 1
@@ -138,6 +138,24 @@ def test_steps_are_looked_at_as_they_begin_and_no_longer():
     model.num_modes.clear()
     train(model, 22, count)  # up to step 31
     assert sum(model.num_modes) == 4 + 1  # of a number that changed nothing so far
+
+
+class SetsUp(Model):
+    """Computes something in its first step."""
+
+    def forward(self, x):
+        self.settings.num_extra = 8 if self.num_calls == 0 else 0
+        return super().forward(x)
+
+
+def test_a_first_step_that_sets_the_model_up_is_not_said():
+    model = SetsUp()
+    model.num_calls = 1
+    planned(model)
+    model.num_calls = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, 5)
 
 
 def test_bits_are_those_of_steps_without_a_plan():

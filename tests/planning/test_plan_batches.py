@@ -79,13 +79,14 @@ ACT = st.one_of(
 )
 
 
-# Hypothesis draws batches that no plan is for, gradients that add up, and evaluation
-# with gradients: these are warned of.
+# Hypothesis draws batches that no plan is for, gradients that add up, calls of which
+# backward comes later, and evaluation with gradients: these are warned of.
 WARNED = (
     "ignore:A batch with",
     "ignore:AC unit",
     "ignore:Gradients of an earlier",
     "ignore:The model is called in eval",
+    "ignore:The model is called again",
 )
 
 
@@ -133,6 +134,16 @@ class Policies:
     opening: tuple
     offload_dir: None = None
     finds_gradients: bool = False
+    num_batches: int = 1
+    peak_bytes: int = 0
+    offloads: bool = False
+    reserved_bytes: None = None
+    autocast: None = None  # from here on: so that nobody looks
+    keeps_graph: None = None
+    calls_again: None = None
+    trains_inputs: None = None
+    backends: None = None
+    forward_bytes: None = None
     far_state_bytes: int = 1  # so that nobody asks what is counted of it
 
 
