@@ -137,8 +137,9 @@ class TracedStep(Summarized):
 
     @property
     def forward_bytes(self) -> int | None:
-        """What ops of the model's forward make; None if that varies, or is unknown."""
-        if self.redrawn or any(op.decides for op in self.tape.ops):
+        """What ops of the model's forward make; None if it varies, or not all is seen."""
+        varies = self.redrawn or any(op.decides for op in self.tape.ops)
+        if varies or self.has_collectives:
             return None
         return self.tape.forward_bytes
 
