@@ -137,7 +137,7 @@ class TracedStep(Summarized):
 
     @property
     def forward_bytes(self) -> int | None:
-        """What ops of the model's forward make; None if it varies, or not all is seen."""
+        """What ops of forward make; None if it varies, or not all of it is seen."""
         varies = self.redrawn or any(op.decides for op in self.tape.ops)
         if varies or self.has_collectives:
             return None
