@@ -157,9 +157,7 @@ def handed_out(
         known: Of other plans of the same step.
     """
     nbytes = _with_gone(step, gone)
-    small_bytes = small_block_bytes(step.nbytes)
-    if settings.garbage_collection_threshold is not None:
-        small_bytes[:] = 0  # what goes depends on all that is reserved
+    small_bytes = small_blocks(step.nbytes, settings)
     begin: _Begin
     if replace(settings, state_is_loaded=False) == _DEFAULT:
         plays = KnownPlays() if known is None else known
@@ -168,6 +166,13 @@ def handed_out(
         blocks = _Requests(nbytes.tolist(), CachingAllocator(settings=settings))
         begin = _always(blocks)
     return _play(step, first, settings, begin, small_bytes, len(nbytes), most_bytes)
+
+
+def small_blocks(nbytes: IntArray, settings: AllocatorSettings) -> IntArray:
+    """Sizes of the blocks of requests that are small and add up; 0 for others."""
+    if settings.garbage_collection_threshold is not None:
+        return np.zeros_like(nbytes)  # what goes depends on all that is reserved
+    return small_block_bytes(nbytes)
 
 
 def _with_gone(step: Ledger, gone: IntArray | None) -> IntArray:
@@ -312,7 +317,7 @@ def _play(
     small = int(small_bytes[is_first].sum())
     events = steady = _events(step, small_bytes)
     if first is not None and born:
-        events = _events(_first(step, born, first.absent), small_bytes)
+        events = _events(as_first(step, first, settings), small_bytes)
     blocks = begin([before, old, at_start, events.numbers, steady.numbers])
     blocks.play(np.concatenate([before, ~before]))
     large = int(blocks.play(at_start).sum())
@@ -388,13 +393,16 @@ def _born(first: FirstStep, settings: AllocatorSettings) -> dict[int, int]:
     return {**first.gradient_born, **first.state_born}
 
 
-def _first(step: Ledger, born: dict[int, int], absent: frozenset[int]) -> Ledger:
+def as_first(step: Ledger, first: FirstStep, settings: AllocatorSettings) -> Ledger:
     """The allocations of a first step, in which some entries are born later."""
+    born = _born(first, settings)
+    if not born:
+        return step
     births, nbytes = step.born.copy(), step.nbytes
     births[list(born)] = list(born.values())
-    if born and absent:
+    if first.absent:
         nbytes = nbytes.copy()
-        nbytes[list(absent)] = 0
+        nbytes[list(first.absent)] = 0
     return replace(step, born=births, nbytes=nbytes)
 
 

@@ -25,6 +25,7 @@ from functools import cached_property
 import numpy as np
 
 from autosac.devices.allocator_settings import AllocatorSettings, Cap
+from autosac.simulation.alike_plays import AlikePlays
 from autosac.simulation.allocator_steps import (
     HandedOut,
     block_bytes,
@@ -84,6 +85,9 @@ class Simulator:
         settings: Of the allocator of a GPU.
         cap: What a budget caps on a GPU: what the allocator hands out, or all that it
             reserves.
+
+    Attributes:
+        num_replayed: How often the allocator was replayed to tell whether a plan fits.
     """
 
     def __init__(
@@ -106,6 +110,10 @@ class Simulator:
         ] = {}
         self._above: dict[frozenset[tuple[Unit, Policy]], int] = {}
         self._known_plays = KnownPlays()
+        self._alike_plays = AlikePlays(
+            len(tape.storages), self._first_step, self.settings
+        )
+        self.num_replayed = 0
         self._born = tape.born * self.span
         self._died = tape.died * self.span
         self._saved_until = tape.saved_until * self.span
@@ -181,8 +189,11 @@ class Simulator:
 
         As far as it stays within `most_bytes`.
         """
+        return self._handed_out(self.ledger(chosen), most_bytes)
+
+    def _handed_out(self, step: Ledger, most_bytes: int | None) -> list[HandedOut]:
         return handed_out(
-            self.ledger(chosen),
+            step,
             first=self._first_step,
             settings=self.settings,
             most_bytes=most_bytes,
@@ -230,7 +241,8 @@ class Simulator:
     def fits(self, chosen: Mapping[Unit, Policy], budget_bytes: int) -> bool:
         """Whether the true peak is at most a budget: see `true_peak_bytes`.
 
-        The allocator is replayed until it has handed out more.
+        The allocator is replayed until it has handed out more, unless what is known of
+        plans with the same large requests says enough.
         """
         key = frozenset(chosen.items())
         is_known = (self.cap, key) in self._allocator_peaks
@@ -238,8 +250,16 @@ class Simulator:
             return Simulator.true_peak_bytes(self, chosen) <= budget_bytes
         if self._above.get(key, -1) > budget_bytes:
             return False
-        steps = self.handed_out(chosen, budget_bytes)
-        peak_bytes = max(step.peak_bytes for step in steps)
+        step = self.ledger(chosen)
+        alike = self._alike_plays.of(step)
+        peak_bytes = alike.least_bytes(budget_bytes)
+        if peak_bytes <= budget_bytes:
+            peak_bytes = step.peak_bytes
+        if peak_bytes <= budget_bytes:
+            steps = self._handed_out(step, budget_bytes)
+            alike.note(steps, budget_bytes)
+            self.num_replayed += 1
+            peak_bytes = max(played.peak_bytes for played in steps)
         if peak_bytes > budget_bytes:
             self._above[key] = peak_bytes
             return False

@@ -73,6 +73,7 @@ class VariedSimulator(Simulator):
         if key not in self._margins:
             self._margins[key] = 0
             if chosen:
+                self.num_replayed += 1
                 usual_bytes = self._usual_bytes(self.peak_bytes(chosen))
                 self._margins[key] = max(usual_bytes, self._margin_bytes(chosen))
         return self._margins[key]
@@ -106,7 +107,10 @@ class VariedSimulator(Simulator):
 
     def fits(self, chosen: Mapping[Unit, Policy], budget_bytes: int) -> bool:
         """Whether the peak of the step and the margin are at most a budget."""
-        return super().fits(chosen, budget_bytes - self.margin_bytes(chosen))
+        may_fit = super().fits(chosen, budget_bytes)
+        return may_fit and super().fits(
+            chosen, budget_bytes - self.margin_bytes(chosen)
+        )
 
     def true_timeline(self, chosen: Mapping[Unit, Policy]) -> Timeline:
         """Memory as the device counts it, and the margin at each instant alike."""

@@ -18,9 +18,9 @@ from autosac.solvers import sac
 from autosac.solving.formulation import Formulation
 from autosac.solving.rules_of_thumb import Choice
 
-_MOST_LOOKED_AT = 2000  # choices that keep all rows, some tenths of a ms each
-_MOST_REPLAYS = 700
-_MOST_BLOCKS = 1_000_000  # of an allocator in all of these: half a second or more
+_MOST_LOOKED_AT = 25_000  # choices that keep all rows,
+_MOST_PIECES = 8_000_000  # and pieces of memory in all of these: half a second
+_MOST_BLOCKS = 1_000_000  # of an allocator in all replays: likewise
 _FEWEST_REPLAYS = 8  # of a long step: where they are dear, few prove nothing
 _FIRST_SHARE = 1 / 32  # above the bound, at first
 _BISECTIONS = 3  # of a stretch in which there are too many
@@ -76,8 +76,9 @@ class OneByOne:
         is_settled = self.enumeration.most_ms <= self.bound_ms
         if is_settled or affordable < _FEWEST_REPLAYS:
             return None
-        self._replays_left = min(_MOST_REPLAYS, affordable)
-        self._looks_left = self.most_looks
+        self._replays_left = affordable
+        affordable = _MOST_PIECES // self.simulator.num_storages
+        self._looks_left = min(self.most_looks, affordable)
         self.enumeration.nodes_left = sac.MOST_NODES
         return self._first_fitting(best_ms, is_minimal=is_minimal)
 
@@ -94,13 +95,12 @@ class OneByOne:
                 break
             self._looks_left -= 1
             choice = self._decode(parts)
-            if self.simulator.peak_bytes(choice) > self.budget_bytes:
-                continue
-            if self.simulator.takes_replay(choice):
-                if not self._replays_left:
-                    break
-                self._replays_left -= 1
-            if self._fits(choice):
+            if self._replays_left <= 0:
+                break
+            num_replayed = self.simulator.num_replayed
+            fits = self._fits(choice)
+            self._replays_left -= self.simulator.num_replayed - num_replayed
+            if fits:
                 return ms, choice
         return None
 
