@@ -31,22 +31,19 @@ class Step:
             SimpleNamespace(policies=range(len(unit.points))) for unit in problem.units
         ]
         self._problem, self._seed = problem, seed
-        self.replayed = set()
+        self.num_replayed = 0
 
     def peak_bytes(self, choice):
         return oracles.peak_of(self._problem, tuple(map(choice.get, self.units)))
 
     def true_peak_bytes(self, choice):
-        self.replayed.add(frozenset(choice.items()))
         drawn = random.Random(f"{self._seed} {sorted(choice.items())}")
         added = drawn.choice((0, self._problem.budget_bytes))
         return self.peak_bytes(choice) + added
 
     def fits(self, choice, budget_bytes):
+        self.num_replayed += 1
         return self.true_peak_bytes(choice) <= budget_bytes
-
-    def takes_replay(self, choice):
-        return frozenset(choice.items()) not in self.replayed
 
     def keeps_host(self, choice):
         return True
@@ -72,7 +69,6 @@ def test_the_first_that_fits_is_the_best_of_all(problem, seed, share):
     step, bound_ms, best_ms = Step(problem, seed), times[0], times[-1] * share
     true = [c for c in predicted if step.true_peak_bytes(c) <= problem.budget_bytes]
     least_ms = min((time_of(problem, c) for c in true), default=1e9)
-    step.replayed.clear()
     search = looking(problem, step, bound_ms, best_ms)
 
     choice = search.cheapest(best_ms)
@@ -97,12 +93,13 @@ def test_the_bound_ends_where_nothing_more_is_replayed(problem, seed):
     step = Step(problem, seed)
     search = looking(problem, step, times[0], times[-1] * 2)
     step.true_peak_bytes = lambda choice: problem.budget_bytes + 1
-    step.takes_replay = lambda choice: True
     search.most_looks = 1
 
     assert search.cheapest(times[-1] * 2) is None
 
-    assert search.bound_ms <= times[1] * (1 + 1e-9)
+    # One of those that no unit can be left out of was looked at, and one of all.
+    if len(times) > 2:
+        assert search.bound_ms <= times[2] * (1 + 1e-9)
 
 
 @given(problem=problems, seed=st.integers(0, 99))
@@ -158,7 +155,6 @@ def test_a_stretch_with_too_many_is_halved():
     )
     step = Step(problem, 0)
     step.true_peak_bytes = lambda choice: problem.budget_bytes + 1
-    step.takes_replay = lambda choice: False
     bounds = []
     for most in (20, 2000):
         search = looking(problem, step, 0.0, 3.5)

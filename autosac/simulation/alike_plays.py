@@ -118,6 +118,6 @@ class AlikePlays:
         )
         name = blake2b(digest_size=_DIGEST_BYTES)
         for part in parts:
-            name.update(part)
+            name.update(part.tobytes())
         known = self._large_bytes.setdefault(name.digest(), {})
         return Alike(step, small_bytes, known, self)

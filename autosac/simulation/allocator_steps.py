@@ -9,9 +9,8 @@ the same in the first backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +22,7 @@ from autosac.simulation.caching_allocator import (
     CachingAllocator,
     small_block_bytes,
 )
-from autosac.simulation.known_plays import KnownPlays
+from autosac.simulation.large_blocks import LargeBlocks
 from autosac.step.ledger import Ledger
 from autosac.step.tape import IntArray, Op, Tape
 
@@ -109,7 +108,7 @@ def block_bytes(
     """Size of the block that each allocation of a step gets in the end; 0 for none."""
     blocks = _Requests(step.nbytes.tolist(), CachingAllocator(settings=settings))
     none_small = np.zeros_like(step.nbytes)
-    _play(step, first, settings, _always(blocks), none_small, len(step.nbytes))
+    _play(step, first, settings, blocks, none_small, len(step.nbytes))
     return np.array(blocks.sizes, dtype=np.int64)
 
 
@@ -140,7 +139,6 @@ def handed_out(
     settings: AllocatorSettings = _DEFAULT,
     gone: IntArray | None = None,
     most_bytes: int | None = None,
-    known: KnownPlays | None = None,
 ) -> list[HandedOut]:
     """What the allocator hands out in the first steps of a training.
 
@@ -154,18 +152,15 @@ def handed_out(
         settings: Of the allocator and the program.
         gone: Sizes of what was there before, and left free blocks.
         most_bytes: Ends in the midst of the first step whose peak is higher: a bound.
-        known: Of other plans of the same step.
     """
     nbytes = _with_gone(step, gone)
     small_bytes = small_blocks(step.nbytes, settings)
-    begin: _Begin
+    blocks: _Blocks
     if replace(settings, state_is_loaded=False) == _DEFAULT:
-        plays = KnownPlays() if known is None else known
-        begin = partial(plays.begin, nbytes)
+        blocks = LargeBlocks.of(nbytes)
     else:
         blocks = _Requests(nbytes.tolist(), CachingAllocator(settings=settings))
-        begin = _always(blocks)
-    return _play(step, first, settings, begin, small_bytes, len(nbytes), most_bytes)
+    return _play(step, first, settings, blocks, small_bytes, len(nbytes), most_bytes)
 
 
 def small_blocks(nbytes: IntArray, settings: AllocatorSettings) -> IntArray:
@@ -217,7 +212,7 @@ def replay(
     nbytes = _with_gone(step, gone)
     blocks = _Requests(nbytes.tolist(), allocator)
     none_small = np.zeros_like(step.nbytes)
-    played = _play(step, first, settings, _always(blocks), none_small, len(nbytes))
+    played = _play(step, first, settings, blocks, none_small, len(nbytes))
     if steps is not None:
         steps += played
     return allocator
@@ -230,20 +225,12 @@ class _Blocks(Protocol):
     def reserved_bytes(self) -> int:
         """The most that was reserved at once."""
 
-    def play(self, events: Sequence[int] | IntArray) -> IntArray:
+    def play(self, events: IntArray) -> IntArray:
         """Give a block to each request i among the events, take it from each ~i.
 
         Returns:
             Bytes that each event adds to what is in use.
         """
-
-
-# Told all that decides what will be played.
-_Begin = Callable[[Sequence[IntArray]], _Blocks]
-
-
-def _always(blocks: _Blocks) -> _Begin:
-    return lambda _: blocks
 
 
 @dataclass(slots=True)
@@ -270,9 +257,9 @@ class _Requests:
     def reserved_bytes(self) -> int:
         return self.allocator.peak_reserved_bytes
 
-    def play(self, events: Sequence[int] | IntArray) -> IntArray:
+    def play(self, events: IntArray) -> IntArray:
         changes = []
-        for event in np.asarray(events, dtype=np.int64).tolist():
+        for event in events.tolist():
             if event >= 0:
                 address = self.allocator.allocate(self.nbytes[event])
                 self.addresses[event] = address
@@ -289,7 +276,7 @@ def _play(
     step: Ledger,
     first: FirstStep | None,
     settings: AllocatorSettings,
-    begin: _Begin,
+    blocks: _Blocks,
     small_bytes: IntArray,
     num_requests: int,
     most_bytes: int | None = None,
@@ -300,8 +287,7 @@ def _play(
         step: The allocations of a steady one.
         first: How the first one differs; None for not at all.
         settings: When there is state before the first one.
-        begin: What gives blocks to those that are not small, told all that decides
-            what it will be asked for.
+        blocks: What gives blocks to those that are not small.
         small_bytes: Sizes of the blocks of those that are, which add up; 0 for others.
         num_requests: Those of the step, and behind them what was there before.
         most_bytes: As `handed_out`.
@@ -315,14 +301,14 @@ def _play(
     old, at_start = (np.flatnonzero(a & (small_bytes == 0)) for a in (is_old, is_first))
     small_at_start = int(small_bytes[is_old].sum())
     small = int(small_bytes[is_first].sum())
-    events = steady = _events(step, small_bytes)
-    if first is not None and born:
-        events = _events(as_first(step, first, settings), small_bytes)
-    blocks = begin([before, old, at_start, events.numbers, steady.numbers])
     blocks.play(np.concatenate([before, ~before]))
     large = int(blocks.play(at_start).sum())
+    first_step = step if first is None else as_first(step, first, settings)
+    events = _events(first_step, small_bytes)
     steps: list[HandedOut] = []
     for number in range(_MOST_STEPS):
+        if number == 1 and first_step is not step:
+            events = _events(step, small_bytes)
         reserved_bytes = blocks.reserved_bytes
         changes = events.changes.copy()
         changes[0] = large + small
@@ -342,7 +328,7 @@ def _play(
         )
         left = np.flatnonzero(events.stays & (small_bytes == 0) & ~is_old)
         large += int(blocks.play(~left).sum())
-        small, events = small_at_start, steady
+        small = small_at_start
         if number and blocks.reserved_bytes == reserved_bytes:
             break
         if most_bytes is not None and steps[-1].peak_bytes > most_bytes:

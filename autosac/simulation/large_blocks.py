@@ -10,7 +10,7 @@ unit apart, so that no block of one is a neighbour of a block of another.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -55,12 +55,17 @@ class LargeBlocks:
         self.addresses = [-1] * len(self.units)
         self.sizes = [0] * len(self.units)
 
+    @classmethod
+    def of(cls, nbytes: IntArray) -> LargeBlocks:
+        """No blocks yet, for requests of some sizes in bytes."""
+        return cls((-(-nbytes // _UNIT_BYTES)).tolist())
+
     @property
     def reserved_bytes(self) -> int:
         """Size of all segments."""
         return self.reserved * _UNIT_BYTES
 
-    def play(self, events: Iterable[int]) -> IntArray:
+    def play(self, events: IntArray) -> IntArray:
         """Give and take blocks.
 
         Args:
@@ -72,7 +77,7 @@ class LargeBlocks:
         units, addresses, sizes = self.units, self.addresses, self.sizes
         free, size_at, start_of = self._free, self._size_at, self._start_of
         changes = []
-        for event in events:
+        for event in events.tolist():
             if event >= 0:
                 size = units[event]
                 place = bisect_left(free, size << _SHIFT)
@@ -112,8 +117,3 @@ class LargeBlocks:
                 start_of[end] = address
                 insort(free, size << _SHIFT | address)
         return np.array(changes, dtype=np.int64) * _UNIT_BYTES
-
-
-def units_of(nbytes: IntArray) -> IntArray:
-    """Sizes of requests, rounded up."""
-    return -(-nbytes // _UNIT_BYTES)

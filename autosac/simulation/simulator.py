@@ -34,7 +34,6 @@ from autosac.simulation.allocator_steps import (
     replay,
 )
 from autosac.simulation.caching_allocator import CachingAllocator
-from autosac.simulation.known_plays import KnownPlays
 from autosac.simulation.reruns import Lifetimes, Reruns, Span, rows
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import CATEGORIES, IntArray, Tape
@@ -109,7 +108,6 @@ class Simulator:
             tuple[Cap, frozenset[tuple[Unit, Policy]]], int
         ] = {}
         self._above: dict[frozenset[tuple[Unit, Policy]], int] = {}
-        self._known_plays = KnownPlays()
         self._alike_plays = AlikePlays(
             len(tape.storages), self._first_step, self.settings
         )
@@ -197,7 +195,6 @@ class Simulator:
             first=self._first_step,
             settings=self.settings,
             most_bytes=most_bytes,
-            known=self._known_plays,
         )
 
     def allocator_peak_bytes(self, chosen: Mapping[Unit, Policy], cap: Cap) -> int:

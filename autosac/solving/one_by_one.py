@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
@@ -49,6 +49,7 @@ class OneByOne:
     most_looks: int = _MOST_LOOKED_AT
     _replays_left: int = 0
     _looks_left: int = 0
+    _looked_at: set[tuple[sac.Part, ...]] = field(default_factory=set)
     _too_many_ms: float = math.inf  # that take less
 
     def cheapest(self, best_ms: float) -> Choice | None:
@@ -89,11 +90,12 @@ class OneByOne:
         for ms, parts in self._ascending(best_ms, is_minimal=is_minimal):
             if not is_minimal:  # then what takes less was looked at
                 self.bound_ms = max(start_ms, min(ms, best_ms))
-            if not parts:
+            if not parts or parts in self._looked_at:
                 continue
             if not self._looks_left:
                 break
             self._looks_left -= 1
+            self._looked_at.add(parts)
             choice = self._decode(parts)
             if self._replays_left <= 0:
                 break
@@ -106,7 +108,7 @@ class OneByOne:
 
     def _ascending(
         self, best_ms: float, *, is_minimal: bool
-    ) -> Iterator[tuple[float, Sequence[sac.Part]]]:
+    ) -> Iterator[tuple[float, tuple[sac.Part, ...]]]:
         """Choices by their time, in stretches; after each no parts with its end."""
         most_ms = best_ms * (1.0 - self.relative_gap)
         most_ms = min(most_ms, self.enumeration.most_ms)

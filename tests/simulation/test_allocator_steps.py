@@ -7,14 +7,13 @@ from torch import nn
 
 from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.profiles.profile import profile
-from autosac.simulation import known_plays
+from autosac.simulation import allocator_steps
 from autosac.simulation.allocator_steps import (
     FirstStep,
     first_step,
     handed_out,
     replay,
 )
-from autosac.simulation.caching_allocator import SMALL_BYTES
 from autosac.simulation.simulator import Simulator
 from autosac.step.ledger import Ledger
 from autosac.step.training_step import OptimizerInBackward
@@ -144,81 +143,16 @@ def test_a_replay_that_ends_early_says_whether_the_peak_is_higher(
     assert peak_bytes(true_bytes) == true_bytes
 
 
-@given(
-    st.lists(lifetimes, min_size=1, max_size=60),
-    st.lists(st.tuples(st.integers(0, 2**60), st.floats(0.3, 1.1)), max_size=4),
-)
-def test_steps_that_differ_in_small_requests_are_replayed_once(rows, variants):
-    known = known_plays.KnownPlays()
-    for number, (mask, share) in enumerate(variants):
-        some = [
-            row for i, row in enumerate(rows) if row[2] > SMALL_BYTES or mask >> i & 1
-        ]
-        if not some:
-            continue
-        born, died, nbytes = np.array(some, dtype=np.int64).T
-        step = Ledger(born=born, died=died, nbytes=nbytes, end=10)
-        is_old = (born <= 0) & (died >= 10) & (nbytes > SMALL_BYTES)
-        first = FirstStep(state_born=dict.fromkeys(np.flatnonzero(is_old).tolist(), 5))
-        most_bytes = int(share * nbytes.sum()) if number % 2 else None
-
-        again = handed_out(step, first=first, most_bytes=most_bytes, known=known)
-
-        alone = handed_out(step, first=first, most_bytes=most_bytes)
-        assert len(again) == len(alone)
-        for found, true in zip(again, alone, strict=True):
-            assert found.between_steps == true.between_steps
-            assert (found.keys == true.keys).all()
-            assert (found.nbytes == true.nbytes).all()
-        assert len(known) == 1
-
-
-large = st.integers(SMALL_BYTES + 1, 50 * MIB)
-
-
-# In one thing at a time: when a request is born, when it dies, its size.
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12), large), min_size=1),
-    st.lists(
-        st.tuples(
-            st.integers(0, 7), st.integers(0, 9), st.integers(1, 12), st.none() | large
-        ),
-        min_size=1,
-        max_size=4,
-    ),
-)
-def test_steps_that_differ_in_large_requests_are_replayed_each(rows, changes):
-    known = known_plays.KnownPlays()
-    for place, new_born, new_died, new_bytes in [(0, *rows[0]), *changes]:
-        place %= len(rows)
-        old_born, old_died, old_bytes = rows[place]
-        is_size = new_bytes is not None
-        rows[place] = (
-            (old_born, old_died, new_bytes)
-            if is_size
-            else (new_born, new_died, old_bytes)
-        )
-        born, died, nbytes = np.array(rows, dtype=np.int64).T
-        step = Ledger(born=born, died=died, nbytes=nbytes, end=10)
-
-        again = handed_out(step, known=known)
-
-        for found, true in zip(again, handed_out(step), strict=True):
-            assert found.between_steps == true.between_steps
-            assert (found.nbytes == true.nbytes).all()
-
-
 def test_a_replay_ends_in_the_midst_of_a_step_that_takes_too_much(monkeypatch):
     rows = [(k, k + 1, 3) for k in range(1, 90)]
     played = []
 
-    class Counting(known_plays.LargeBlocks):
+    class Counting(allocator_steps.LargeBlocks):
         def play(self, events):
-            events = list(events)
-            played.extend(events)
+            played.extend(events.tolist())
             return super().play(events)
 
-    monkeypatch.setattr(known_plays, "LargeBlocks", Counting)
+    monkeypatch.setattr(allocator_steps, "LargeBlocks", Counting)
     step = step_of((5, 7, 40), *rows)
 
     steps = handed_out(step, most_bytes=20 * MIB)
