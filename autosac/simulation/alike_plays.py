@@ -91,12 +91,10 @@ class AlikePlays:
     """Plans of one step by their large requests.
 
     Args:
-        num_storages: Of the tape: what an allocation of all plans is.
         first: How the first step of a training differs.
         settings: Of the allocator and the program.
     """
 
-    num_storages: int
     first: FirstStep
     settings: AllocatorSettings
     _large_bytes: dict[bytes, dict[_Instant, int]] = field(default_factory=dict)
@@ -109,9 +107,8 @@ class AlikePlays:
         """
         small_bytes = small_blocks(step.nbytes, self.settings)
         is_large = (step.nbytes > 0) & (step.died > step.born) & (small_bytes == 0)
-        large = np.flatnonzero(is_large)
+        large = np.flatnonzero(is_large)  # of the tape the same in all plans
         parts = (
-            large[: large.searchsorted(self.num_storages)],
             step.born[large],
             np.minimum(step.died[large], step.end),
             step.nbytes[large],

@@ -108,9 +108,7 @@ class Simulator:
             tuple[Cap, frozenset[tuple[Unit, Policy]]], int
         ] = {}
         self._above: dict[frozenset[tuple[Unit, Policy]], int] = {}
-        self._alike_plays = AlikePlays(
-            len(tape.storages), self._first_step, self.settings
-        )
+        self._alike_plays = AlikePlays(self._first_step, self.settings)
         self.num_replayed = 0
         self._born = tape.born * self.span
         self._died = tape.died * self.span
