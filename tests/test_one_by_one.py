@@ -15,7 +15,7 @@ from tests.solvers.strategies import MIB
 from tests.solvers.test_enumeration import fitting, problems
 from tests.solvers.test_sac import unit
 
-GAP = 0.01
+GAP = 0.02
 
 
 class Step:

@@ -24,6 +24,7 @@ _MOST_BLOCKS = 1_000_000  # of an allocator in all replays: likewise
 _FEWEST_REPLAYS = 8  # of a long step: where they are dear, few prove nothing
 _FIRST_SHARE = 1 / 32  # above the bound, at first
 _BISECTIONS = 3  # of a stretch in which there are too many
+_SMALL_GAP = 0.02  # to what was proven: closer nobody looks for a proof
 
 
 @dataclass(slots=True)
@@ -110,7 +111,8 @@ class OneByOne:
         self, best_ms: float, *, is_minimal: bool
     ) -> Iterator[tuple[float, tuple[sac.Part, ...]]]:
         """Choices by their time, in stretches; after each no parts with its end."""
-        most_ms = best_ms * (1.0 - self.relative_gap)
+        gap = max(self.relative_gap, 0.0 if is_minimal else _SMALL_GAP)
+        most_ms = best_ms * (1.0 - gap)
         most_ms = min(most_ms, self.enumeration.most_ms)
         share, start_ms, done_ms = _FIRST_SHARE, self.bound_ms, 0.0
         unit_ms, bisections_left = start_ms or most_ms, _BISECTIONS
