@@ -28,7 +28,8 @@ from autosac.step.tape import IntArray, Op, Tape
 
 _DEFAULT = AllocatorSettings()
 _MOST_STEPS = 8  # a bound on work: none was seen to need more than five
-_PIECES = 16  # of a step, after each of which its peak may be known to be too high
+_PIECES = 16  # of a step, after each of which its peak may be known to be too high:
+_FEWEST_EVENTS = 48  # of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,7 +352,7 @@ def _play_events(
         Whether all were played.
     """
     num_events = len(events.numbers)
-    length = max(1, -(-num_events // _PIECES))
+    length = max(_FEWEST_EVENTS, -(-num_events // _PIECES))
     in_use = done = 0
     for start in range(0, num_events, length):
         places = events.places[start : start + length]

@@ -25,7 +25,7 @@ from .rows import TOLERANCE_BYTES
 from .table import Floats, Table
 
 MOST_NODES = 3_000_000  # of all enumerations of a kind, a tenth of a us each
-_MOST_FOUND = 20_000  # by one of them, some 20 us each
+_MOST_FOUND = 25_000  # by one of them, some 20 us each
 _MOST_ROWS = 256  # of those above the budget
 _MOST_ENDING = 16  # of these, by which partial choices end
 _MOST_ALIVE = 100_000  # partial choices at one unit: of more hardly any comes to an end

@@ -144,7 +144,7 @@ def test_a_replay_that_ends_early_says_whether_the_peak_is_higher(
 
 
 def test_a_replay_ends_in_the_midst_of_a_step_that_takes_too_much(monkeypatch):
-    rows = [(k, k + 1, 3) for k in range(1, 90)]
+    rows = [(k, k + 1, 3) for k in range(1, 390)]
     played = []
 
     class Counting(allocator_steps.LargeBlocks):
@@ -153,7 +153,7 @@ def test_a_replay_ends_in_the_midst_of_a_step_that_takes_too_much(monkeypatch):
             return super().play(events)
 
     monkeypatch.setattr(allocator_steps, "LargeBlocks", Counting)
-    step = step_of((5, 7, 40), *rows)
+    step = step_of((5, 7, 40), *rows, end=400)
 
     steps = handed_out(step, most_bytes=20 * MIB)
 
