@@ -72,10 +72,12 @@ def lower_peak(
                 continue
             level.append(other)
             in_vain += 1
-            if not replays or len(level) > _MOST_LEVEL:
+            if replays <= 0 or len(level) > _MOST_LEVEL:
                 break
-            replays -= simulator.takes_replay(other)
-            if simulator.fits(other, now_bytes - 1):
+            num_replayed = simulator.num_replayed
+            fits = simulator.fits(other, now_bytes - 1)
+            replays -= simulator.num_replayed - num_replayed
+            if fits:
                 lower = other
                 break
         if lower is None:
