@@ -123,7 +123,7 @@ class _Moves:
         able = [policy for ms, policy in self._points[unit] if ms < most_ms]
         if not able:
             return choice
-        others = {u: own for u, own in choice.items() if are_apart(u, unit)}
+        others = {u: own for u, own in choice.items() if u.is_apart_from(unit)}
         if draw > 0.8 and others:
             others = dict(self._without_one(others))
         return {**others, unit: self._random.choice(able)}
@@ -150,9 +150,3 @@ def _points(unit: Unit, curve: curves.UnitCurve) -> list[_Point]:
         policies = tuple(curves.policy_of(curve.front, place) for place in places)
     timed = [(curves.recompute_ms(unit, policy), policy) for policy in policies]
     return sorted(timed, key=lambda point: point[0])
-
-
-def are_apart(unit: Unit, other: Unit) -> bool:
-    """Whether neither of two units lies in the other one."""
-    one, two = unit.call, other.call
-    return one.exit < two.enter or two.exit < one.enter

@@ -141,7 +141,7 @@ class Holders:
                 ends = {
                     v: min(freed, units[v].held_until(storage))
                     for v in takers[storage]
-                    if _are_apart(unit, units[v])
+                    if unit.is_apart_from(units[v])
                 }
                 ends = {v: until for v, until in ends.items() if until > first}
                 if not ends:
@@ -179,7 +179,7 @@ class Holders:
                 ends = {
                     v: until
                     for v in takers[storage]
-                    if _are_apart(unit, units[v])
+                    if unit.is_apart_from(units[v])
                     and (until := units[v].held_until(storage)) > freed
                 }
                 if not ends:
@@ -241,9 +241,3 @@ def _kept_until(
             }
         )
     return by_point
-
-
-def _are_apart(unit: Unit, other: Unit) -> bool:
-    """Whether two units can be chosen together."""
-    one, two = unit.call, other.call
-    return one.exit < two.enter or two.exit < one.enter

@@ -189,8 +189,9 @@ def _events(tape: Tape) -> tuple[Any, ...]:
 
 
 def is_watched() -> bool:
-    """Whether threads of Dask are here, which look at the frames of all threads."""
-    return threading.active_count() > 1 and "distributed.worker" in sys.modules
+    """Whether a worker of Dask lives, which looks at the frames of all threads."""
+    dask = sys.modules.get("distributed.worker")
+    return dask is not None and any(dask.Worker._instances)
 
 
 def _drawn(tape: Tape) -> set[int]:

@@ -182,6 +182,11 @@ class Unit:
         """Tick until which it holds one of its arguments."""
         return self.released
 
+    def is_apart_from(self, other: Unit) -> bool:
+        """Whether neither of two units lies in the other one."""
+        one, two = self.call, other.call
+        return one.exit < two.enter or two.exit < one.enter
+
     @property
     def is_streamed(self) -> bool:
         """Whether it reruns nothing, and its saved tensors are offloaded one by one."""

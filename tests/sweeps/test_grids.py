@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import types
+import weakref
 from pathlib import Path
 
 import joblib
@@ -17,6 +18,7 @@ import torch
 import autosac
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.sweeps.cell_facts import code_of, text_of
+from autosac.tracing import trace
 from tests.grid_steps import interrupted_step, make_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -451,25 +453,29 @@ def _on_cluster(folder):
     return autosac.sweep_grid(make_step, GRID, n=3, n_jobs=2, directory=folder)
 
 
-@pytest.fixture
-def distributed():
-    """Dask's own; where it is loaded, steps are traced twice, in tests behind as well.
-
-    See `trace.is_watched`.
-    """
-    yield pytest.importorskip("distributed")
-    sys.modules.pop("distributed.worker", None)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the cluster's own
-def test_a_dask_cluster_gives_the_same_table(result, tmp_path, distributed):
+def test_a_dask_cluster_gives_the_same_table(result, tmp_path):
+    distributed = pytest.importorskip("distributed")
     with (
         distributed.Client(n_workers=1, threads_per_worker=1, dashboard_address=None),
         joblib.parallel_config("dask"),
     ):
         assert _on_cluster(tmp_path) == result
     assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_steps_are_traced_twice_only_as_long_as_a_worker_of_dask_lives(monkeypatch):
+    worker_class = type("Worker", (), {"_instances": weakref.WeakSet()})
+    monkeypatch.setitem(
+        sys.modules, "distributed.worker", types.SimpleNamespace(Worker=worker_class)
+    )
+    assert not trace.is_watched()
+    worker = worker_class()
+    worker_class._instances.add(worker)
+    assert trace.is_watched()
+    del worker
+    assert not trace.is_watched()
 
 
 @pytest.mark.slow
