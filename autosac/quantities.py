@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
-from numbers import Integral
+from numbers import Integral, Real
 
 from autosac.errors import ArgumentError
 
@@ -68,6 +68,56 @@ def _unreadable(value: object, name: str) -> ArgumentError:
         f"`{name}`={value!r} must be a positive int of bytes or text such as"
         " '24GiB', '24GB', '512MiB' or '80%'."
     )
+
+
+def whole_number(value: object, *, name: str, least: int = 1) -> int:
+    """A number of things that a user asks for.
+
+    Args:
+        value: What was passed.
+        name: The argument's name, for the error message.
+        least: The least number that there may be.
+
+    Raises:
+        ArgumentError: It is no whole number, or less than that.
+    """
+    if isinstance(value, Integral) and not isinstance(value, bool) and value >= least:
+        return int(value)
+    raise ArgumentError(
+        f"`{name}` must be a whole number of at least {least}, got {value!r}."
+    )
+
+
+def read_budgets(memory_budgets: object, n: object) -> tuple[int | str, ...] | None:
+    """Budgets that a user asks for; None for so many evenly spaced ones.
+
+    Raises:
+        ArgumentError: Neither or both are given, there are no budgets, or `n` is no
+            whole number of at least 2.
+    """
+    if (memory_budgets is None) == (n is None):
+        raise ArgumentError(
+            "Pass either `memory_budgets` or `n`, the number of budgets."
+        )
+    if memory_budgets is None:
+        whole_number(n, name="n", least=2)
+        return None
+    is_list = isinstance(memory_budgets, Iterable) and not isinstance(
+        memory_budgets, (str, bytes)
+    )
+    budgets = tuple(memory_budgets) if is_list else ()  # type: ignore[arg-type]
+    if not budgets:
+        raise ArgumentError(
+            f"`memory_budgets`={memory_budgets!r} must be a list of at least one"
+            " budget, such as ['20GiB', '80%']."
+        )
+    return budgets
+
+
+def is_positive(value: object) -> bool:
+    """Whether it is a number above 0; infinity is, and NaN and True are not."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    return is_number and value > 0  # type: ignore[operator]
 
 
 def rounded_up(num_bytes: int, granularity_bytes: int) -> int:

@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autosac.advice.token_wise import why_not_token_wise
 from autosac.errors import ArgumentError, UnsupportedError
+from autosac.quantities import whole_number
+from autosac.step.arguments import check_kind
 from autosac.step.marks import Marks
 from autosac.tracing.probing import marked_modules
 
@@ -87,8 +89,9 @@ def tile_mlp(
         UnsupportedError: It cannot be proven of one of them, or its `forward` is
             replaced already.
     """
-    if num_tiles is not None and num_tiles < 1:
-        raise ArgumentError(f"`num_tiles`={num_tiles} must be at least 1.")
+    check_kind(model)
+    if num_tiles is not None:
+        whole_number(num_tiles, name="num_tiles")
     chosen = _found(model) if modules is None else _checked(model, modules)
     if not chosen:
         raise ArgumentError(

@@ -295,10 +295,11 @@ def device_spec(name: str) -> DeviceSpec:
     Raises:
         ArgumentError: No device of that name is known; suggests one.
     """
-    spec = KNOWN_DEVICES.get(name.lower())
+    spec = KNOWN_DEVICES.get(name.lower()) if isinstance(name, str) else None
     if spec is None:
+        hint = _likely(str(name))
         raise ArgumentError(
-            f"`device`={name!r} is not a known device{_likely(name)}; name one of"
+            f"`device`={name!r} is not a known device{hint}; name one of"
             f" {', '.join(KNOWN_DEVICES)}, or pass a `DeviceSpec`."
         )
     return spec

@@ -18,7 +18,12 @@ import torch
 from torch import fx
 
 from autosac import _compat_compiler, _compat_graphs
-from autosac.errors import AutosacError, InfeasibleBudgetError, UnsupportedError
+from autosac.errors import (
+    ArgumentError,
+    AutosacError,
+    InfeasibleBudgetError,
+    UnsupportedError,
+)
 from autosac.graphs import compiled_nodes, compiled_runs, reading
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy, check_graph_offload
@@ -112,11 +117,11 @@ def compile(
         ValueError: An argument is none of the above, or the model has a plan already.
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"`model` must be a module, got {type(model).__name__}.")
+        raise ArgumentError(f"`model` must be a module, got {type(model).__name__}.")
     check_unplanned(model)
     for fqn, module in model.named_modules():
         if _compat_compiler.is_compiled(module):
-            raise ValueError(
+            raise ArgumentError(
                 f"`{fqn or 'model'}` is compiled already; the budget caps one graph:"
                 " compile the whole model with `autosac.compile`, or leave it out."
             )
@@ -140,7 +145,7 @@ def compile(
     if host_budget is not None:
         host_bytes = parse_bytes(host_budget, name="host_budget")
     if extra_bytes < 0:
-        raise ValueError(f"`extra_bytes`={extra_bytes} must not be negative.")
+        raise ArgumentError(f"`extra_bytes`={extra_bytes} must not be negative.")
     compiler = _Compiler(
         model=weakref.ref(model),
         budget_bytes=parse_bytes(memory_budget),
@@ -208,14 +213,14 @@ def compiled_plans(compiled: Any) -> tuple[CompiledPlan, ...]:
         ValueError: ``compiled`` does not come from `compile`.
     """
     if compiled not in _plans:
-        raise ValueError("`compiled` must be what `autosac.compile` returned.")
+        raise ArgumentError("`compiled` must be what `autosac.compile` returned.")
     return tuple(_plans[compiled])
 
 
 def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         words = " or ".join(map(repr, allowed))
-        raise ValueError(f"`{name}` must be {words}, got {value!r}.")
+        raise ArgumentError(f"`{name}` must be {words}, got {value!r}.")
 
 
 def _with_beside(plan: GraphPlan, beside_bytes: int) -> CompiledPlan:

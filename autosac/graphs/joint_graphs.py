@@ -20,6 +20,7 @@ from autosac.graphs.node_info import NodeInfo, node_infos
 from autosac.graphs.optimizer_stage import append_step
 from autosac.graphs.optimizer_steps import captured_step
 from autosac.quantities import format_bytes
+from autosac.step.arguments import check_kind
 from autosac.step.training_step import (
     LossFn,
     default_loss,
@@ -228,6 +229,7 @@ def joint_graph(
             backward, has a tensor among its options or keeps state in Python.
         TypeError: ``optimizer`` is none.
     """
+    check_kind(model)
     args, kwargs = normalize_inputs(inputs)
     loss = loss_fn or default_loss
 

@@ -13,7 +13,7 @@ from autosac.far_memory import FarMemory
 from autosac.graphs import far_nodes, far_plans, known_plans, module_starts, reading
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.reading import GraphReader
-from autosac.planning.make_plan import check_offload
+from autosac.planning.make_plan import read_offload
 from autosac.planning.plans import Plan
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solvers.graph import GraphSolution, capuchin, local_search, recomputation
@@ -436,7 +436,7 @@ def check_graph_offload(
     """
     if offload not in (True, False):
         raise ArgumentError(f"`offload` must be True or False, got {offload!r}.")
-    check_offload(offload, directory)
+    read_offload(offload, directory)
     if offload and strategy != "milp":
         raise ArgumentError(
             f"`offload`=True needs `strategy`='milp', got {strategy!r}: the greedy"

@@ -18,6 +18,8 @@ from types import MappingProxyType
 
 from autosac.devices.links import Link
 from autosac.devices.specs import DeviceSpec, device_spec
+from autosac.errors import ArgumentError
+from autosac.quantities import whole_number
 from autosac.solvers.fsdp import collectives
 from autosac.solvers.fsdp.collectives import AffineCost, Collective, Fabric, Group
 
@@ -110,12 +112,13 @@ class ClusterSpec:
         """The cluster with another number of GPUs: part of one node, or whole nodes.
 
         Raises:
-            ValueError: `num_gpus` is neither.
+            ArgumentError: `num_gpus` is neither.
         """
+        whole_number(num_gpus, name="num_gpus")
         if 1 <= num_gpus <= self.gpus_per_node:
             return replace(self, gpus_per_node=num_gpus, num_nodes=1)
-        if num_gpus < 1 or num_gpus % self.gpus_per_node:
-            raise ValueError(
+        if num_gpus % self.gpus_per_node:
+            raise ArgumentError(
                 f"`num_gpus` must be at most {self.gpus_per_node} or a multiple of it,"
                 f" whole nodes of {self.name!r}; got {num_gpus}."
             )
@@ -125,12 +128,13 @@ class ClusterSpec:
         """The ranks that parameters are sharded over: consecutive ones.
 
         Raises:
-            ValueError: `degree` does not divide the number of GPUs, or neither divides
-                the GPUs of a node nor is a multiple of them.
+            ArgumentError: `degree` does not divide the number of GPUs, or neither
+                divides the GPUs of a node nor is a multiple of them.
         """
+        whole_number(degree, name="degree")
         node = self.gpus_per_node
-        if degree < 1 or self.num_gpus % degree or (degree % node and node % degree):
-            raise ValueError(
+        if self.num_gpus % degree or (degree % node and node % degree):
+            raise ArgumentError(
                 f"`degree` must divide {self.num_gpus} GPUs into equal parts of nodes"
                 f" or whole nodes of {node}, got {degree}."
             )
@@ -269,11 +273,11 @@ def cluster_spec(name: str, *, num_gpus: int | None = None) -> ClusterSpec:
         num_gpus: GPUs in all: part of a node, or a multiple of its GPUs.
 
     Raises:
-        ValueError: No cluster of that name is known, or `num_gpus` does not fit it.
+        ArgumentError: No cluster of that name is known, or `num_gpus` does not fit it.
     """
-    spec = KNOWN_CLUSTERS.get(name.lower())
+    spec = KNOWN_CLUSTERS.get(name.lower()) if isinstance(name, str) else None
     if spec is None:
-        raise ValueError(
+        raise ArgumentError(
             f"`cluster`={name!r} is not a known cluster; name one of"
             f" {', '.join(KNOWN_CLUSTERS)}, or pass a `ClusterSpec`."
         )

@@ -106,6 +106,10 @@ def read_dimensions(
     Raises:
         ArgumentError: A dimension is not known.
     """
+    if not isinstance(mesh, Mapping | None):
+        raise ArgumentError(
+            f"`mesh` must be degrees by dimension, such as {{'tp': 8}}, got {mesh!r}."
+        )
     asked = dict(mesh or {})
     unknown = [name for name in asked if name not in known]
     if unknown:

@@ -27,7 +27,7 @@ from autosac.parallel.preparing import (
     with_given_units,
 )
 from autosac.parallel.racing import make_parallel_plan
-from autosac.planning.make_plan import Offload, check_offload
+from autosac.planning.make_plan import Offload, read_offload
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import check_far_memory
 from autosac.quantities import parse_bytes
@@ -134,8 +134,7 @@ def plan_parallel(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
     )
     setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    directory = None if offload_dir is None else os.fspath(offload_dir)
-    check_offload(offload, directory)
+    directory = read_offload(offload, offload_dir)
     host_bytes = None
     if host_budget is not None:
         host_bytes = parse_bytes(host_budget, name="host_budget")

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from autosac._compat_distributed import sharding_mesh
 from autosac.checkpointing import installing
+from autosac.errors import ArgumentError
 from autosac.parallel import fsdp_applying
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.mesh_racing import Division, division_of
@@ -221,7 +222,7 @@ class ParallelPlan(Summarized):
         """
         num_ranks = get_world_size() if is_initialized() else 1
         if num_ranks != self.num_gpus:
-            raise ValueError(
+            raise ArgumentError(
                 f"The plan is for {self.num_gpus} GPUs, and there are {num_ranks} ranks"
                 " (call torch.distributed.init_process_group first); plan with"
                 f" num_gpus={num_ranks}."
@@ -252,7 +253,7 @@ class ParallelPlan(Summarized):
         """
         for fqn, module in model.named_modules():
             if isinstance(module, FSDPModule):
-                raise ValueError(
+                raise ArgumentError(
                     f"`model` is sharded already (`{fqn}` is an FSDP unit); apply the"
                     " plan to a model without."
                 )
@@ -319,7 +320,7 @@ class ParallelPlan(Summarized):
             )
             return cls(**record)
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
+            raise ArgumentError(f"{path} is damaged: {error}. Plan again.") from error
 
     def report(self) -> str:
         """The plan as text for people."""
@@ -417,9 +418,9 @@ def _record(path: str | Path) -> dict[str, Any]:
         record: dict[str, Any] = json.loads(Path(path).read_text())
         format_version = record.pop("format")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{path} is no parallel plan saved by autosac.") from error
+        raise ArgumentError(f"{path} is no parallel plan saved by autosac.") from error
     if format_version != _FORMAT_VERSION:
-        raise ValueError(
+        raise ArgumentError(
             f"{path} has parallel plan format {format_version}; this autosac reads"
             f" format {_FORMAT_VERSION}. Plan again, or use the autosac it was made"
             " with."

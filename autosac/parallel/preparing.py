@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autosac._compat_distributed import are_distributed
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.sharding import Sharding, fsdp_units
@@ -26,7 +26,7 @@ _OFFLOAD = ("offload", "host_budget", "offload_dir")
 
 def cluster_of(cluster: str | ClusterSpec, num_gpus: int | None) -> ClusterSpec:
     """The cluster that was passed or named, with so many GPUs."""
-    if isinstance(cluster, str):
+    if not isinstance(cluster, ClusterSpec):
         return cluster_spec(cluster, num_gpus=num_gpus)
     return cluster if num_gpus is None else cluster.resized(num_gpus)
 
@@ -81,11 +81,11 @@ def profile_for(
     """The profile that was passed, or a new one, on a GPU of the cluster."""
     check_no_offload(options)
     if "device" in options:
-        raise ValueError("`device` is that of `cluster`; leave it out.")
+        raise ArgumentError("`device` is that of `cluster`; leave it out.")
     if isinstance(model, Profile):
         profile = profile_of(model, inputs, options)
         if profile.device.name != spec.device.name:
-            raise ValueError(
+            raise ArgumentError(
                 f"The profile is for {profile.device.name!r}, and cluster"
                 f" {spec.name!r} has {spec.device.name!r}; profile the model with that"
                 " device."

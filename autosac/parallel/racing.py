@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.plans import Alternative, ParallelPlan
@@ -57,10 +57,13 @@ def make_parallel_plan(
         ValueError: A degree does not fit the cluster.
     """
     if degrees is not None:
+        if not isinstance(degrees, Collection) or not degrees:
+            raise ArgumentError(
+                "`degrees` must be a list of at least one sharding degree, got"
+                f" {degrees!r}."
+            )
         for degree in degrees:
             spec.shard_group(degree)
-        if not degrees:
-            raise ValueError("`degrees` must name at least one sharding degree.")
     if chooser.plain is not None:
         with suppress(InfeasibleBudgetError):
             make_parallel_plan(

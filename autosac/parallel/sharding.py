@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.step.modules import ModuleTree
 from autosac.step.tape import Parameter, Tape
 from autosac.units.unit import Unit
@@ -106,13 +106,13 @@ class Sharding:
     def _check_dtypes(self) -> None:
         given = (self.param_dtype, self.reduce_dtype)
         if (given[0] is None) != (given[1] is None):
-            raise ValueError(
+            raise ArgumentError(
                 f"`param_dtype`={given[0]!r} and `reduce_dtype`={given[1]!r}: give both"
                 " or none, as versions of PyTorch differ in what one alone means."
             )
         for dtype in given:
             if dtype is not None and dtype not in _ITEMSIZES:
-                raise ValueError(
+                raise ArgumentError(
                     f"{dtype!r} is no type to gather or reduce in; use one of"
                     f" {', '.join(_ITEMSIZES)}."
                 )

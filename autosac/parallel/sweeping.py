@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError, Interrupted
+from autosac.errors import ArgumentError, InfeasibleBudgetError, Interrupted
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.formulating import Setting
 from autosac.parallel.preparing import (
@@ -21,7 +21,7 @@ from autosac.parallel.racing import make_parallel_plan
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.progress import progress_bar
-from autosac.quantities import parse_bytes
+from autosac.quantities import parse_bytes, read_budgets
 from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
 from autosac.step.marks import Marks
@@ -71,10 +71,15 @@ def sweep_parallel(
         UnsupportedError: As `plan_parallel`.
         Interrupted: Ctrl-C was pressed; its ``done`` has the rows planned by then.
     """
+    if not isinstance(num_gpus, Collection) or not num_gpus:
+        raise ArgumentError(
+            f"`num_gpus` must be a list of at least one number, got {num_gpus!r}."
+        )
     specs = [cluster_of(cluster, count) for count in num_gpus]
     any_size = cluster_of(cluster, None)
     memory_bytes = any_size.device.memory_bytes
-    budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in memory_budgets]
+    caps = read_budgets(memory_budgets, None) or ()
+    budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in caps]
     profile = profile_for(any_size, model, inputs, options)
     setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))

@@ -54,7 +54,7 @@ from autosac.pipelines.sharded_stages import ALONE, DataParallel
 from autosac.pipelines.shared_sequences import check_parts, context_of
 from autosac.pipelines.stage_choosing import FarBytes
 from autosac.quantities import parse_bytes
-from autosac.solving.solve_options import RELATIVE_GAP
+from autosac.solving.solve_options import RELATIVE_GAP, check_solving
 
 _CHOSEN = ("replicate", "fsdp")  # dimensions that, left open, make up all GPUs
 
@@ -82,6 +82,11 @@ class AskedMesh:
     relative_gap: float = RELATIVE_GAP
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mesh, Mapping | None):
+            raise ArgumentError(
+                "`mesh` must be degrees by dimension, such as {'fsdp': 8}, got"
+                f" {self.mesh!r}."
+            )
         is_shared = (self.mesh or {}).get("cp", 1) != 1
         check_method(self.cp_method, is_shared=is_shared)
         if self.num_ranks is None and "pp" not in (self.mesh or {}):
@@ -90,6 +95,12 @@ class AskedMesh:
                 " None, 'fsdp': None, 'tp': None} to choose it and the rest for all"
                 " GPUs."
             )
+        if isinstance(self.schedules, str) or not isinstance(self.schedules, Sequence):
+            raise ArgumentError(
+                f"`schedules` must be a list of names, such as ['1F1B'], got"
+                f" {self.schedules!r}."
+            )
+        check_solving("highs", self.relative_gap)
         for name in self.schedules:
             if name not in SCHEDULES:
                 raise ArgumentError(

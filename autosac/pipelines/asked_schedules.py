@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from autosac.errors import ArgumentError
 from autosac.pipelines.schedules import INTERLEAVED, Schedule, can_have
@@ -69,8 +69,8 @@ def numbers_of(
 
 def several(numbers: int | Sequence[int]) -> list[int]:
     """A number, or some; nothing if one of them is no whole number."""
-    own = [numbers] if isinstance(numbers, int) else list(numbers)
-    return own if all(isinstance(number, int) for number in own) else []
+    own = list(numbers) if isinstance(numbers, Iterable) else [numbers]
+    return own if all(type(number) is int for number in own) else []
 
 
 def check_cut(num_rows: int, schedules: Sequence[Schedule]) -> None:

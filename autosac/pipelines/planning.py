@@ -25,7 +25,7 @@ from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B
 from autosac.pipelines.stage_choosing import FarBytes
 from autosac.pipelines.stage_steps import PipelineLoss
-from autosac.planning.make_plan import Offload, check_offload
+from autosac.planning.make_plan import Offload, read_offload
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
 
@@ -124,8 +124,7 @@ def plan_pipeline(
     if cluster is None and num_gpus is not None:
         raise ArgumentError("`num_gpus` is given without the `cluster` that has them.")
     spec = None if cluster is None else cluster_of(cluster, num_gpus)
-    directory = None if offload_dir is None else os.fspath(offload_dir)
-    check_offload(offload, directory)
+    directory = read_offload(offload, offload_dir)
     far = FarBytes()
     if host_budget is not None:
         far = FarBytes(parse_bytes(host_budget, name="host_budget"))

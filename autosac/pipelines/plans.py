@@ -350,7 +350,7 @@ class PipelinePlan(Summarized):
             )
             return cls(**record)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
+            raise ArgumentError(
                 f"{path} is no pipeline plan of this autosac: {error}. Plan again."
             ) from error
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from autosac import _compat_pipelining
 from autosac.errors import ArgumentError
+from autosac.quantities import whole_number
 
 GPIPE, ONE_F_ONE_B, INTERLEAVED = "GPipe", "1F1B", "Interleaved1F1B"
 SCHEDULES = (GPIPE, ONE_F_ONE_B, INTERLEAVED)
@@ -60,12 +61,8 @@ class Schedule:
                 f"There is no schedule {self.name!r} to plan with; use one of"
                 f" {', '.join(SCHEDULES)}."
             )
-        if min(self.num_ranks, self.num_micro_batches, self.stages_per_rank) < 1:
-            raise ArgumentError(
-                "A pipeline has at least 1 rank, 1 micro-batch and 1 stage per rank,"
-                f" not {self.num_ranks}, {self.num_micro_batches} and"
-                f" {self.stages_per_rank}."
-            )
+        for name in ("num_ranks", "num_micro_batches", "stages_per_rank"):
+            whole_number(getattr(self, name), name=name)
         if self.is_looped != (self.stages_per_rank > 1):
             raise ArgumentError(
                 f"{self.name} has {'several stages' if self.is_looped else '1 stage'}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autosac.errors import InfeasibleBudgetError, Interrupted
+from autosac.errors import ArgumentError, InfeasibleBudgetError, Interrupted
 from autosac.planning.make_plan import floor, lowest, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
@@ -142,7 +142,7 @@ def best_batch_size(
     steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget, given)
     wanted = None if sizes is None else sorted(set(sizes))
     if wanted is not None and (not wanted or wanted[0] < 1):
-        raise ValueError(f"`sizes` must be positive numbers, got {wanted}.")
+        raise ArgumentError(f"`sizes` must be positive numbers, got {wanted}.")
     with steps.watched(progress):
         if wanted is not None:
             for size in wanted:
@@ -184,7 +184,12 @@ class _Steps:
         given: _Given,
     ) -> None:
         if make_loss_fn is not None and "loss_fn" in options:
-            raise TypeError("Pass either `loss_fn` or `make_loss_fn`.")
+            raise ArgumentError("Pass either `loss_fn` or `make_loss_fn`.")
+        if not callable(make_inputs):
+            raise ArgumentError(
+                "`make_inputs` must be a function of a batch size that makes inputs, as"
+                f" in `lambda size: tokens[:size]`, got {type(make_inputs).__name__}."
+            )
         self._model = model
         self._make_inputs = make_inputs
         self._make_loss_fn = make_loss_fn
@@ -297,7 +302,7 @@ def _largest(steps: _Steps, most: int) -> int:
     low, high = 0, 1
     while steps.modelled_floor(high) <= steps.budget_bytes:
         if high >= most:
-            raise ValueError(
+            raise ArgumentError(
                 f"A batch of `most`={most} fits {steps.budget_bytes} bytes;"
                 " raise `most`."
             )

@@ -17,7 +17,7 @@ from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.progress import progress_bar
-from autosac.quantities import parse_bytes
+from autosac.quantities import parse_bytes, read_budgets
 from autosac.results.rows import Row, Sweep, figures_of, reason_of
 from autosac.solvers import sac
 from autosac.step.marks import Marks
@@ -62,27 +62,22 @@ def sweep(
         A row for each budget. One that nothing fits is a row with its reason.
 
     Raises:
-        TypeError: Neither or both of `memory_budgets` and `n` are given.
-        ValueError: A budget cannot be read, there are none, or `n` is less than 2.
+        ArgumentError: Neither or both of `memory_budgets` and `n` are given, a budget
+            cannot be read, there are none, or `n` is less than 2.
         Interrupted: Ctrl-C was pressed; its ``done`` has the rows planned by then.
     """
-    if (memory_budgets is None) == (n is None):
-        raise TypeError("Pass either `memory_budgets` or `n`, the number of budgets.")
-    if n is not None and n < 2:
-        raise ValueError(f"`n` must be at least 2 (both ends), got {n}.")
-    if memory_budgets is not None and not memory_budgets:
-        raise ValueError("`memory_budgets` is empty: name at least one budget.")
+    asked = read_budgets(memory_budgets, n)
     check_cap(cap)
     traced = restricted(profile_of(model, inputs, options), ac_units, fsdp_units, cap)
     if (plan_options or {}).get("offload") is True:
         traced = may_offload(traced)
     lowest, baseline = floor(traced), traced.baseline_peak_bytes
-    if memory_budgets is None:
+    if asked is None:
         assert n is not None
         budgets = [lowest + (baseline - lowest) * i // (n - 1) for i in range(n)]
     else:
         total = traced.device.memory_bytes
-        budgets = [parse_bytes(b, total_bytes=total) for b in memory_budgets]
+        budgets = [parse_bytes(b, total_bytes=total) for b in asked]
     start = sac.Start()  # smaller budgets first: what they found holds for larger ones
     how = {"start": start, **(plan_options or {})}
     answers: dict[int, Plan | str] = {}

@@ -45,8 +45,8 @@ def price_ms_per_byte(profile: TracedStep, budget_bytes: int) -> float | None:
     return profile.chooser.price_ms_per_byte(profile.within(budget_bytes))
 
 
-def check_offload(offload: object, directory: str | None = None) -> None:
-    """Refuse what `plan` cannot take for `offload` and `offload_dir`.
+def read_offload(offload: object, offload_dir: object) -> str | None:
+    """Where files of far memory shall lie; refuses what `plan` cannot take for either.
 
     Raises:
         ArgumentError: It is none of the choices, or there is no such directory.
@@ -55,7 +55,11 @@ def check_offload(offload: object, directory: str | None = None) -> None:
         raise ArgumentError(
             f"`offload` must be True, False or 'auto', got {offload!r}."
         )
-    if directory is not None and not os.path.isdir(directory):
+    if offload_dir is None:
+        return None
+    is_path = isinstance(offload_dir, (str, os.PathLike))
+    directory = os.fspath(offload_dir) if is_path else offload_dir
+    if not (isinstance(directory, str) and os.path.isdir(directory)):
         raise ArgumentError(
             f"`offload_dir`={directory!r} is no directory: make it, or name another."
         )
@@ -78,6 +82,11 @@ def floor(
         ArgumentError: Nothing of that name can be capped, or the device has no known
             link to far memory.
     """
+    if not isinstance(profile, TracedStep):
+        raise ArgumentError(
+            "`profile` must be what `autosac.profile(model, inputs, ...)` returns, got"
+            f" {type(profile).__name__}."
+        )
     if cap is not None:
         check_cap(cap)
         profile = restricted(profile, cap=cap)
@@ -171,7 +180,7 @@ def _make_plan(
         if not (wants_dry_run(profile, chosen) if dry_run is None else dry_run):
             break
         if not isinstance(profile, Profile):
-            raise ValueError(
+            raise ArgumentError(
                 "`dry_run`=True needs the model: pass the `Profile`, not the step that"
                 " a plan keeps of it."
             )

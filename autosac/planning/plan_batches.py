@@ -21,11 +21,11 @@ from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.planning.batch_kinds import Bucket, are_several, buckets
 from autosac.planning.make_plan import (
     Offload,
-    check_offload,
     floor,
     lowest_plan,
     make_plan,
     may_offload,
+    read_offload,
 )
 from autosac.planning.plans import Plan
 from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
@@ -37,7 +37,7 @@ from autosac.profiles.traced_step import TracedStep
 from autosac.profiles.tracing_again import options_of
 from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
-from autosac.solving.solve_options import RELATIVE_GAP, read_segments
+from autosac.solving.solve_options import RELATIVE_GAP, check_solving, read_segments
 from autosac.statistics.by_module import Statistics
 from autosac.step.arguments import fits_forward
 from autosac.step.marks import Marks, marks_of
@@ -149,8 +149,13 @@ def plan(
     """
     check_on_mismatch(on_mismatch)
     check_cap(cap)
-    directory = None if offload_dir is None else os.fspath(offload_dir)
-    check_offload(offload, directory)
+    gap = RELATIVE_GAP if relative_gap is None else relative_gap
+    check_solving(backend, gap, time_limit_s)
+    if dry_run not in (None, True, False):
+        raise ArgumentError(
+            f"`dry_run` must be True, False or None to decide, got {dry_run!r}."
+        )
+    directory = read_offload(offload, offload_dir)
     units: dict[str, Any] = {
         name: None if marks is None else marks_of(marks)
         for name, marks in (("ac_units", ac_units), ("fsdp_units", fsdp_units))
@@ -170,7 +175,7 @@ def plan(
         return plan_statistics(model, memory_budget, **units, **solving)
     _refuse_without_statistics(world_size, make_loss_fn, options)
     units["cap"] = cap
-    solving["relative_gap"] = RELATIVE_GAP if relative_gap is None else relative_gap
+    solving["relative_gap"] = gap
     solving["dry_run"] = dry_run
     far: dict[str, Any] = {"offload": offload, "host_bytes": None}
     if host_budget is not None:

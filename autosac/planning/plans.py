@@ -13,6 +13,7 @@ import torch
 from autosac.checkpointing import batch_variants, installing
 from autosac.costs.host import host_times, time_notes
 from autosac.devices.allocator_settings import Cap
+from autosac.errors import ArgumentError
 from autosac.planning import offload_advice, plan_files
 from autosac.planning.spelling import followed
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
@@ -269,13 +270,13 @@ class Plan(Summarized):
         try:
             record = plan_files.read(Path(path).read_text(encoding="utf-8"))
         except ValueError as error:  # of text that is not UTF-8, too
-            raise ValueError(f"{path} {error}.") from error
+            raise ArgumentError(f"{path} {error}.") from error
         try:
             plan, wrong = cls._of_record(record), plan_files.problem(record)
         except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged: {error}. Plan again.") from error
+            raise ArgumentError(f"{path} is damaged: {error}. Plan again.") from error
         if wrong:
-            raise ValueError(f"{path} contradicts itself: {wrong}. Plan again.")
+            raise ArgumentError(f"{path} contradicts itself: {wrong}. Plan again.")
         if _release(plan.torch_version) != _release(torch.__version__):
             warnings.warn(
                 f"{path} was planned with torch {plan.torch_version}, this is torch"

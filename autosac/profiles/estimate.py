@@ -11,6 +11,7 @@ import torch
 
 from autosac.costs.host import time_notes
 from autosac.devices.specs import DeviceSpec, device_spec
+from autosac.errors import ArgumentError
 from autosac.optional import needed
 from autosac.profiles.given import profile_of
 from autosac.profiles.memory_history import Place, peak_place
@@ -78,7 +79,7 @@ class Estimate(Summarized):
             return parse_bytes(device, name="device")
         spec = device if isinstance(device, DeviceSpec) else device_spec(device)
         if _kernels(spec) != _kernels(self.device):
-            raise ValueError(
+            raise ArgumentError(
                 f"The estimate is for {self.device.name}, and {spec.name} runs other"
                 f" kernels; estimate again with `device`={spec.name!r}."
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -11,7 +11,7 @@ from autosac import _compat_distributed
 from autosac.checkpointing import installing
 from autosac.checkpointing.stand_ins import StandIn
 from autosac.errors import ArgumentError
-from autosac.quantities import format_bytes
+from autosac.quantities import format_bytes, is_positive, whole_number
 from autosac.step.arguments import warn
 from autosac.step.tape import Tape
 
@@ -146,11 +146,18 @@ def check_options(
     Raises:
         ArgumentError: Says which, and what it must be.
     """
-    if accumulate < 1:
-        raise ArgumentError(f"`accumulate` must be at least 1, got {accumulate}.")
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise ArgumentError(f"`clip_grad_norm` must be positive, got {clip_grad_norm}.")
+    whole_number(accumulate, name="accumulate")
+    if clip_grad_norm is not None and not is_positive(clip_grad_norm):
+        raise ArgumentError(
+            f"`clip_grad_norm` must be a positive number or None, got"
+            f" {clip_grad_norm!r}."
+        )
     names = {name for name, _ in model.named_modules()}
+    if isinstance(exclude, type) or not isinstance(exclude, Iterable):
+        raise ArgumentError(
+            f"`exclude` must be names of modules, got {exclude!r}; use names from"
+            " `model.named_modules()`."
+        )
     for fqn in exclude:
         if fqn not in names:
             raise ArgumentError(

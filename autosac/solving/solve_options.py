@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from autosac.errors import ArgumentError
+from autosac.quantities import is_positive
 from autosac.solvers.curves.fitting import check_segments
 from autosac.solvers.milp.solution import Backend
 
@@ -36,6 +38,30 @@ class SolveOptions:
     def __post_init__(self) -> None:
         if self.segments is not None:
             read_segments(self.segments)
+        check_solving(self.backend, self.relative_gap, self.time_limit_s)
+
+
+def check_solving(
+    backend: object, relative_gap: object, time_limit_s: object = None
+) -> None:
+    """Refuse what no solver can be told.
+
+    Raises:
+        ArgumentError: Says which argument, and what it must be.
+    """
+    if backend not in get_args(Backend):
+        known = " or ".join(map(repr, get_args(Backend)))
+        raise ArgumentError(f"`backend` must be {known}, got {backend!r}.")
+    if not (relative_gap == 0 or is_positive(relative_gap)):
+        raise ArgumentError(
+            "`relative_gap` must be a share of at least 0, such as 0.005, got"
+            f" {relative_gap!r}."
+        )
+    if not (time_limit_s is None or is_positive(time_limit_s)):
+        raise ArgumentError(
+            "`time_limit_s` must be a number of seconds above 0, or None for a limit"
+            f" on work alone, got {time_limit_s!r}."
+        )
 
 
 def read_segments(segments: object) -> int:

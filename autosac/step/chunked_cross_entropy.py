@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional
 
 from autosac.errors import ArgumentError, UnsupportedError
-from autosac.quantities import parse_bytes
+from autosac.quantities import parse_bytes, whole_number
 
 _aten = torch.ops.aten
 _REDUCTIONS = {"mean": 1, "sum": 2}  # numbers of at::Reduction
@@ -73,10 +73,8 @@ def chunked_cross_entropy(
         if memory_budget is not None:
             budget_bytes = parse_bytes(memory_budget)
         chunk = _rows_within(budget_bytes, weight.shape[0], loss_type)
-    elif num_chunks < 1:
-        raise ArgumentError(f"`num_chunks`={num_chunks} must be at least 1.")
     else:
-        chunk = -(-len(rows) // num_chunks)
+        chunk = -(-len(rows) // whole_number(num_chunks, name="num_chunks"))
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(
         rows,
         weight,
@@ -105,10 +103,12 @@ def _check(
             f"`targets` {tuple(targets.shape)} of {targets.dtype} must be integers of"
             f" shape {tuple(hidden.shape[:-1])}: a class for each row of `hidden`."
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ArgumentError(
-            f"`bias` {tuple(bias.shape)} must have shape {tuple(weight.shape[:1])}."
-        )
+    if bias is not None:
+        shape = tuple(getattr(bias, "shape", ()))
+        if shape != tuple(weight.shape[:1]):
+            raise ArgumentError(
+                f"`bias` {shape} must have shape {tuple(weight.shape[:1])}."
+            )
     if reduction not in _REDUCTIONS:
         raise ArgumentError(f"`reduction`={reduction!r} must be 'mean' or 'sum'.")
 

@@ -13,8 +13,9 @@ import torch
 from autosac.costs import caching
 from autosac.devices.free_memory import physical_bytes
 from autosac.devices.specs import DeviceSpec
+from autosac.errors import ArgumentError
 from autosac.progress import progress_bar
-from autosac.quantities import parse_bytes
+from autosac.quantities import parse_bytes, read_budgets
 from autosac.results.rows import FIGURES, Label, Row, Sweep
 from autosac.step.marks import Marks, marks_of
 from autosac.sweeps import cell_facts, files, running
@@ -161,39 +162,30 @@ def _rows(
 def _budgets(
     memory_budgets: Sequence[int | str] | None, n: int | None
 ) -> tuple[int | str, ...] | None:
-    if (memory_budgets is None) == (n is None):
-        raise TypeError("Pass either `memory_budgets` or `n`, the number of budgets.")
-    if n is not None and n < 2:
-        raise ValueError(f"`n` must be at least 2 (both ends), got {n}.")
-    if memory_budgets is None:
-        return None
-    if isinstance(memory_budgets, str) or not memory_budgets:
-        raise ValueError(
-            f"`memory_budgets`={memory_budgets!r} must be a list of budgets."
-        )
-    for budget in memory_budgets:
+    budgets = read_budgets(memory_budgets, n)
+    for budget in budgets or ():
         parse_bytes(budget, total_bytes=1 << 50)  # complain before anything is built
-    return tuple(memory_budgets)
+    return budgets
 
 
 def _axis(name: str, values: Sequence[Any] | Mapping[str, Any]) -> dict[Label, Any]:
     """Label -> value for one axis of a grid."""
     if not name.isidentifier() or name in FIGURES:
-        raise ValueError(
+        raise ArgumentError(
             f"`grid` has an axis {name!r}, which must be the name of an argument and no"
             f" column of the table ({', '.join(sorted(FIGURES))})."
         )
     if isinstance(values, str) or not isinstance(values, (Sequence, Mapping)):
-        raise ValueError(
+        raise ArgumentError(
             f"`grid[{name!r}]` must be a list of values or a dict of labels and values,"
             f" got {values!r}."
         )
     if not values:
-        raise ValueError(f"`grid[{name!r}]` is empty: give at least one value.")
+        raise ArgumentError(f"`grid[{name!r}]` is empty: give at least one value.")
     pairs = values.items() if isinstance(values, Mapping) else [(v, v) for v in values]
     labelled: dict[Label, Any] = {_label(name, label): value for label, value in pairs}
     if len(labelled) < len(values):
-        raise ValueError(
+        raise ArgumentError(
             f"`grid[{name!r}]` has values with equal labels; give a dict of labels and"
             " values."
         )
@@ -213,7 +205,7 @@ def _label(name: str, value: Any) -> Label:
     label = getattr(value, "__name__", None)
     if isinstance(label, str) and re.fullmatch(r"\w+", label):
         return label
-    raise ValueError(
+    raise ArgumentError(
         f"`grid[{name!r}]` has a value without a short name, {value!r}; give a dict of"
         " labels and values."
     )

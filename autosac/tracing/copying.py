@@ -253,7 +253,7 @@ def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:
     """An optimizer of a function of the parameters."""
     try:
         optimizer = make_optimizer(model.parameters())
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ValueError) as error:
         raise ArgumentError(
             "`optimizer` is called with the model's parameters, and says"
             f" {type(error).__name__}: {error}. Pass an optimizer, its class or name,"

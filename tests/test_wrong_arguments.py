@@ -1,0 +1,131 @@
+"""What cannot be meant is one sentence with the value and what it must be."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+from autosac.errors import ArgumentError
+from autosac.parallel.clusters import cluster_spec
+from autosac.pipelines.schedules import Schedule
+from autosac.quantities import read_budgets
+from autosac.solving.solve_options import SolveOptions
+
+
+@pytest.fixture(scope="module")
+def model():
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+
+def _mean(output):
+    return output.mean()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("accumulate", value) for value in (0, 1.5, True, "2", None)),
+        *(("accumulate", value) for value in (float("nan"),)),
+        *(("clip_grad_norm", value) for value in ("1", 0, True, float("nan"))),
+        *(("exclude", value) for value in (None, nn.Linear)),
+        ("opaque", True),
+        *(("device", value) for value in (0, 3.5, ["h100"], torch.device("meta"))),
+        *(("backend", value) for value in ("gurobi", None)),
+        *(("relative_gap", value) for value in (-1, "x", float("nan"), True)),
+        *(("time_limit_s", value) for value in (0, -1, "x", float("nan"))),
+        ("dry_run", "x"),
+        ("offload_dir", 3),
+    ],
+)
+def test_a_plan_refuses_it_however_ample_the_budget_is(model, name, value):
+    options = {"memory_budget": "1GiB", "loss_fn": _mean, name: value}
+
+    with pytest.raises(ArgumentError, match=f"`{name}`") as error:
+        autosac.plan(model, torch.ones(2, 4), **options)
+
+    assert re.search(re.escape(repr(value)), str(error.value))
+
+
+@pytest.mark.parametrize("optimizer", ["muon", lambda p: torch.optim.SGD(p, lr=-1)])
+def test_an_optimizer_that_refuses_its_parameters_is_named(model, optimizer):
+    with pytest.raises(ArgumentError, match="`optimizer`.* says ValueError"):
+        autosac.plan(
+            model,
+            torch.ones(2, 4),
+            memory_budget="1GiB",
+            loss_fn=_mean,
+            optimizer=optimizer,
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("cluster", value) for value in (None, 3, "foo", [])),
+        *(("num_gpus", value) for value in (0, "8", 1.5, True, 9)),
+        *(("degrees", value) for value in (3, [], ["2"], [2.0], [True], [3])),
+        *(("mesh", value) for value in ("tp", [2])),
+        *(("param_dtype", value) for value in ("int8", torch.bfloat16)),
+        ("fsdp_units", 3),
+        ("relative_gap", -1),
+    ],
+)
+def test_a_parallel_plan_refuses_it(model, name, value):
+    options = {"cluster": "hgx-h100", "memory_budget": "1GiB", name: value}
+    if name == "param_dtype":
+        options["reduce_dtype"] = "float32"
+
+    with pytest.raises(ArgumentError) as error:
+        autosac.plan_parallel(model, torch.ones(2, 4), loss_fn=_mean, **options)
+
+    shown = value[0] if isinstance(value, list) and value else value
+    assert str(shown) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_ranks", value) for value in ("2", 1.5, True)),
+        ("num_micro_batches", 1.5),
+        *(("schedules", value) for value in ("1F1B", None, 3)),
+        ("mesh", "x"),
+    ],
+)
+def test_a_pipeline_refuses_it(model, name, value):
+    options = {"num_ranks": 2, "num_micro_batches": 2, name: value}
+
+    with pytest.raises(ArgumentError, match=f"`{name}`.*{re.escape(repr(value))}"):
+        autosac.plan_pipeline(
+            model,
+            torch.ones(2, 4),
+            target=torch.ones(2, 4),
+            loss_fn=nn.functional.mse_loss,
+            memory_budget="1GiB",
+            **options,
+        )
+
+
+@pytest.mark.parametrize("budgets", [[], "1GiB", 3])
+def test_budgets_are_a_list(budgets):
+    with pytest.raises(ArgumentError, match="`memory_budgets`=.* list"):
+        read_budgets(budgets, None)
+
+
+@pytest.mark.parametrize("n", [1, 2.5, "x", True])
+def test_so_many_budgets_are_a_whole_number_of_two_or_more(n):
+    with pytest.raises(ArgumentError, match="`n` must be a whole number of at least 2"):
+        read_budgets(None, n)
+
+
+def test_what_is_no_profile_has_no_floor(model):
+    with pytest.raises(ArgumentError, match=r"`profile` must be what.*Sequential"):
+        autosac.floor(model)
+
+
+def test_numbers_that_are_meant_are_taken():
+    assert SolveOptions(relative_gap=0, time_limit_s=float("inf")).relative_gap == 0
+    assert cluster_spec("hgx-h100", num_gpus=16).num_nodes == 2
+    assert Schedule(name="1F1B", num_ranks=2, num_micro_batches=4).num_ranks == 2
+    assert read_budgets(("1GiB", 5), None) == ("1GiB", 5)
