@@ -70,6 +70,11 @@ def _unreadable(value: object, name: str) -> ArgumentError:
     )
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
 def whole_number(value: object, *, name: str, least: int = 1) -> int:
     """A number of things that a user asks for.
 
@@ -81,8 +86,8 @@ def whole_number(value: object, *, name: str, least: int = 1) -> int:
     Raises:
         ArgumentError: It is no whole number, or less than that.
     """
-    if isinstance(value, Integral) and not isinstance(value, bool) and value >= least:
-        return int(value)
+    if is_whole(value) and value >= least:  # type: ignore[operator]
+        return int(value)  # type: ignore[call-overload, no-any-return]
     raise ArgumentError(
         f"`{name}` must be a whole number of at least {least}, got {value!r}."
     )

@@ -10,6 +10,7 @@ import autosac
 from autosac.errors import ArgumentError
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines.schedules import Schedule
+from autosac.planning.make_plan import read_offload
 from autosac.quantities import read_budgets
 from autosac.solving.solve_options import SolveOptions
 
@@ -50,7 +51,7 @@ def test_a_plan_refuses_it_however_ample_the_budget_is(model, name, value):
 
 @pytest.mark.parametrize("optimizer", ["muon", lambda p: torch.optim.SGD(p, lr=-1)])
 def test_an_optimizer_that_refuses_its_parameters_is_named(model, optimizer):
-    with pytest.raises(ArgumentError, match="`optimizer`.* says ValueError"):
+    with pytest.raises(ArgumentError, match=r"`optimizer`.* says ValueError"):
         autosac.plan(
             model,
             torch.ones(2, 4),
@@ -109,7 +110,7 @@ def test_a_pipeline_refuses_it(model, name, value):
 
 @pytest.mark.parametrize("budgets", [[], "1GiB", 3])
 def test_budgets_are_a_list(budgets):
-    with pytest.raises(ArgumentError, match="`memory_budgets`=.* list"):
+    with pytest.raises(ArgumentError, match=r"`memory_budgets`=.* list"):
         read_budgets(budgets, None)
 
 
@@ -129,3 +130,14 @@ def test_numbers_that_are_meant_are_taken():
     assert cluster_spec("hgx-h100", num_gpus=16).num_nodes == 2
     assert Schedule(name="1F1B", num_ranks=2, num_micro_batches=4).num_ranks == 2
     assert read_budgets(("1GiB", 5), None) == ("1GiB", 5)
+
+
+def test_a_graph_of_a_loss_of_several_numbers_is_refused(model):
+    with pytest.raises(autosac.TraceError, match=r"shape \(2, 4\).*one number"):
+        autosac.joint_graph(model, torch.ones(2, 4), loss_fn=lambda output: output)
+
+
+def test_a_directory_of_far_memory_is_taken_as_text_or_path(tmp_path):
+    assert read_offload(True, tmp_path) == read_offload("auto", str(tmp_path))
+    assert read_offload(True, tmp_path) == str(tmp_path)
+    assert read_offload(False, None) is None

@@ -23,6 +23,7 @@ from autosac.quantities import format_bytes
 from autosac.step.arguments import check_kind
 from autosac.step.training_step import (
     LossFn,
+    check_one_number,
     default_loss,
     normalize_inputs,
 )
@@ -247,12 +248,12 @@ def joint_graph(
         raise TraceError(
             f"The step cannot be captured as one graph: {error}"
         ) from error
+    nodes = filter(_compat_graphs.is_tangent, module.graph.nodes)
+    losses = [node.meta["val"] for node in nodes]
+    for value in losses:
+        check_one_number(value.shape)
     captured = normalized(module, num_outputs)
-    tangents = [
-        torch.ones(node.meta["val"].shape, dtype=node.meta["val"].dtype)
-        for node in module.graph.nodes
-        if _compat_graphs.is_tangent(node)
-    ]
+    tangents = [torch.ones(value.shape, dtype=value.dtype) for value in losses]
     joint = replace(
         captured,
         inputs=_without_updated(captured, (*primals, *tangents)),

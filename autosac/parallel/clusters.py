@@ -19,7 +19,7 @@ from types import MappingProxyType
 from autosac.devices.links import Link
 from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.errors import ArgumentError
-from autosac.quantities import whole_number
+from autosac.quantities import is_whole, whole_number
 from autosac.solvers.fsdp import collectives
 from autosac.solvers.fsdp.collectives import AffineCost, Collective, Fabric, Group
 
@@ -114,15 +114,15 @@ class ClusterSpec:
         Raises:
             ArgumentError: `num_gpus` is neither.
         """
-        whole_number(num_gpus, name="num_gpus")
-        if 1 <= num_gpus <= self.gpus_per_node:
-            return replace(self, gpus_per_node=num_gpus, num_nodes=1)
-        if num_gpus % self.gpus_per_node:
+        node = self.gpus_per_node
+        if is_whole(num_gpus) and 1 <= num_gpus <= node:
+            return replace(self, gpus_per_node=int(num_gpus), num_nodes=1)
+        if not is_whole(num_gpus) or num_gpus < 1 or num_gpus % node:
             raise ArgumentError(
-                f"`num_gpus` must be at most {self.gpus_per_node} or a multiple of it,"
-                f" whole nodes of {self.name!r}; got {num_gpus}."
+                f"`num_gpus` must be at most {node} or a multiple of it,"
+                f" whole nodes of {self.name!r}; got {num_gpus!r}."
             )
-        return replace(self, num_nodes=num_gpus // self.gpus_per_node)
+        return replace(self, num_nodes=int(num_gpus) // node)
 
     def shard_group(self, degree: int) -> Group:
         """The ranks that parameters are sharded over: consecutive ones.

@@ -58,11 +58,12 @@ def read_offload(offload: object, offload_dir: object) -> str | None:
     if offload_dir is None:
         return None
     is_path = isinstance(offload_dir, (str, os.PathLike))
-    directory = os.fspath(offload_dir) if is_path else offload_dir
-    if not (isinstance(directory, str) and os.path.isdir(directory)):
-        raise ArgumentError(
-            f"`offload_dir`={directory!r} is no directory: make it, or name another."
-        )
+    directory = os.fspath(offload_dir) if is_path else offload_dir  # type: ignore[call-overload]
+    if isinstance(directory, str) and os.path.isdir(directory):
+        return directory
+    raise ArgumentError(
+        f"`offload_dir`={directory!r} is no directory: make it, or name another."
+    )
 
 
 @no_collections()

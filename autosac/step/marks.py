@@ -13,8 +13,9 @@ Marks = str | type | Iterable[str | type]
 
 def marks_of(marks: Marks) -> tuple[str | type, ...]:
     """Marks of modules; one of them may stand by itself, or what is no mark."""
-    is_one = isinstance(marks, (str, type)) or not isinstance(marks, Iterable)
-    return (marks,) if is_one else tuple(marks)
+    if isinstance(marks, (str, type)) or not isinstance(marks, Iterable):
+        return (marks,)
+    return tuple(marks)
 
 
 def marked(

@@ -172,6 +172,19 @@ def default_loss(output: Any) -> torch.Tensor:
     return numbers[0] if len(numbers) == 1 else torch.stack(numbers).sum()
 
 
+def check_one_number(shape: torch.Size) -> None:
+    """Refuse a loss of a shape that has more or fewer elements.
+
+    Raises:
+        TraceError: Says what to do.
+    """
+    if shape.numel() != 1:
+        raise TraceError(
+            f"The loss has shape {tuple(shape)} and must be one number: let"
+            " `loss_fn` reduce it, as in `loss.mean()`."
+        )
+
+
 def check_loss(loss: Any, model: torch.nn.Module) -> None:
     """Refuse a loss that backward cannot begin at.
 
@@ -187,11 +200,7 @@ def check_loss(loss: Any, model: torch.nn.Module) -> None:
             f"The loss is {loss!r}: `loss_fn` must return a tensor that backward can"
             " begin at, not a number or None."
         )
-    if loss.shape.numel() != 1:
-        raise TraceError(
-            f"The loss has shape {tuple(loss.shape)} and must be one number: let"
-            " `loss_fn` reduce it, as in `loss.mean()`."
-        )
+    check_one_number(loss.shape)
     if loss.requires_grad:
         return
     if not any(parameter.requires_grad for parameter in model.parameters()):

@@ -109,10 +109,7 @@ def copied(
     if optimizer is not None and not isinstance(optimizer, _OPTIMIZERS):
         with _compat_plain.fakes_of(mode):
             optimizer = _built(optimizer, model)
-    if step.compute_dtype is not None:
-        model.register_forward_pre_hook(
-            partial(_cast_inputs, step.compute_dtype), prepend=True, with_kwargs=True
-        )
+    cast_arguments(model, step.compute_dtype)
     with copies:
         loss_fn, puts_back = own_functions(
             *(model, step.model, step.loss_fn, memo),
@@ -206,6 +203,18 @@ def _fake_parameters(
                 fake = memo[id(parameter)]
                 memo[id(parameter)] = _in_dtype(mode, step.compute_dtype, fake)
     return memo
+
+
+def cast_arguments(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """Let a copied model take floating-point arguments in a type; None for their own.
+
+    Args:
+        model: The copy.
+        dtype: Type that the step computes in.
+    """
+    if dtype is not None:
+        cast = partial(_cast_inputs, dtype)
+        model.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
 
 
 def copy_parameter_attributes(model: torch.nn.Module, memo: dict[int, Any]) -> None:

@@ -29,7 +29,11 @@ from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Tape
 from autosac.step.training_step import output_and_loss
 from autosac.tracing.closures import own_functions
-from autosac.tracing.copying import AnyCopies, copy_parameter_attributes
+from autosac.tracing.copying import (
+    AnyCopies,
+    cast_arguments,
+    copy_parameter_attributes,
+)
 from autosac.tracing.failures import explanation, place_of
 from autosac.tracing.learned import Learned
 from autosac.tracing.probing import Probe
@@ -78,13 +82,13 @@ def corrected(step: Step, tape: Tape) -> tuple[Step, Tape]:
     Raises:
         TraceError: The real step fails, though its trace did not.
     """
-    if step.learned.real or not step.is_present:
+    if step.learned.real or not step.can_run:
         return step, tape
     try:
         departure = first_departure(step, tape)
     except torch.OutOfMemoryError:  # that a plan may mend
         return step, tape
-    if departure is None:
+    if departure is None or not step.is_present:
         return step, tape
     real = replace(step, learned=Learned(real=True))
     try:
@@ -142,13 +146,25 @@ def names_of_forward(tape: Tape, before: int | None = None) -> list[str]:
     ]
 
 
-def _alias(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """A parameter of the same memory, with attributes of its own."""
-    return torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+def _own_parameters(step: Step, *, shared: bool) -> dict[int, Any]:
+    """Parameters of the copied model by the addresses of the user's.
+
+    They are of the type that the step computes in, or have the memory of the user's if
+    they may share it, with attributes of their own. Others are left to be copied.
+    """
+    own: dict[int, Any] = {}
+    for parameter in step.model.parameters():
+        data = parameter.detach()
+        if step.compute_dtype is not None and data.is_floating_point():
+            data = data.to(step.compute_dtype, copy=True)
+        elif not shared:
+            continue
+        own[id(parameter)] = torch.nn.Parameter(data, parameter.requires_grad)
+    return own
 
 
 def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
-    memo = {id(p): _alias(p) for p in step.model.parameters()} if frugal else {}
+    memo = _own_parameters(step, shared=frugal)
     originals = (step.model, step.args, step.kwargs)
     with AnyCopies():
         model, args, kwargs = copy.deepcopy(originals, memo)
@@ -156,6 +172,7 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
         loss_fn, puts_back = own_functions(
             *(model, step.model, step.loss_fn, memo), is_real=True
         )
+    cast_arguments(model, step.compute_dtype)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if frugal:
         follower.shared = {p.untyped_storage()._cdata for p in model.parameters()}

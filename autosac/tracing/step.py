@@ -78,7 +78,12 @@ class Step:
 
     @property
     def is_present(self) -> bool:
-        """Whether the step can really run: model and batch are here, on its device.
+        """Whether the step can really run as it is: `can_run`, in its own types."""
+        return self.compute_dtype is None and self.can_run
+
+    @property
+    def can_run(self) -> bool:
+        """Whether model and batch are here, on the step's device.
 
         Distributed ones are on other ranks as well, which may not plan just now.
         """
@@ -86,7 +91,6 @@ class Step:
         tensors += held_tensors((self.args, self.kwargs))
         return (
             self.lens is None
-            and self.compute_dtype is None
             and not any(
                 tensor.is_meta or _compat_fakes.is_fake(tensor) for tensor in tensors
             )

@@ -1,3 +1,4 @@
+import copy
 import itertools
 from dataclasses import replace
 from functools import partial
@@ -390,6 +391,39 @@ def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
         autosac.plan_parallel(
             Tied(), inputs, cluster=on_cpu(2), memory_budget="1GiB", degrees=[3]
         )
+
+
+class _AddsBuffer(nn.Module):
+    """Norms what it gets, with a buffer added, which FSDP2 leaves in its own type."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.register_buffer("positions", torch.ones(4))
+
+    def forward(self, x):
+        return self.norm(x + self.positions)
+
+
+def test_a_step_that_fails_in_the_type_that_is_gathered_is_refused():
+    model, types = _AddsBuffer(), ("bfloat16", "float32")
+    with pytest.raises(RuntimeError, match="mixed dtype"):  # what the ranks would say
+        half = copy.deepcopy(model)
+        half.norm.bfloat16()
+        half(torch.ones(2, 4, dtype=torch.bfloat16))
+
+    with pytest.raises(autosac.TraceError, match=r"native_layer_norm.*`norm`.*mixed"):
+        autosac.plan_parallel(
+            model,
+            torch.ones(2, 4),
+            loss_fn=torch.sum,
+            cluster=on_cpu(2),
+            memory_budget="1MiB",
+            param_dtype=types[0],
+            reduce_dtype=types[1],
+        )
+
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.slow_but_first

@@ -101,7 +101,7 @@ def test_actions_are_those_of_pytorchs_schedules(case):
     [
         (("ZBVZeroBubble", 2, 4), "use one of GPipe, 1F1B, Interleaved1F1B"),
         (("1F1B", 4, 3), "a micro-batch for each of 4 ranks"),
-        (("GPipe", 0, 3), "at least 1 rank"),
+        (("GPipe", 0, 3), "`num_ranks` must be a whole number of at least 1, got 0"),
         (("GPipe", 2, 3, 2), "1 stage per rank, not 2"),
         (("Interleaved1F1B", 2, 4, 1), "several stages per rank, not 1"),
         (("Interleaved1F1B", 2, 5, 2), "in 2 rounds, which does not divide them"),
