@@ -340,8 +340,9 @@ class _Asked:
             least = min(schedule.num_stages for schedule in self.schedules)
             for micro_batch in own.values():
                 micro_batch.check_mesh()
-                fqns = list(micro_batch.chain)
-                check_cuts(micro_batch.model, fqns, micro_batch.cuts, least)
+                check_cuts(
+                    micro_batch.model, micro_batch.chain, micro_batch.cuts, least
+                )
             races = [self._race(own, schedule) for schedule in self.schedules]
             return fastest(races, self.far)
 

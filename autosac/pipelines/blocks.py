@@ -117,10 +117,12 @@ class Passed:
     Attributes:
         shape: Its shape,
         dtype: and its type, such as ``float32``.
+        is_contiguous: Whether a process group sends it: none sends another one.
     """
 
     shape: tuple[int, ...]
     dtype: str
+    is_contiguous: bool = True
 
     @property
     def is_floating(self) -> bool:
@@ -134,7 +136,8 @@ class Passed:
 
 
 def _passed(tensor: torch.Tensor) -> Passed:
-    return Passed(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Passed(tuple(tensor.shape), dtype, tensor.is_contiguous())
 
 
 def chain_of(
@@ -305,55 +308,76 @@ def _check_all_called(model: nn.Module, order: Mapping[str, Passed]) -> None:
 def possible_cuts(model: nn.Module, chain: Mapping[str, Passed]) -> list[int]:
     """Blocks before which a model may be cut.
 
-    What is handed on there can have a gradient, and no parameter is on both sides. Each
-    stage has parameters: blocks without any are not cut off those before them.
+    What is handed on there has a gradient, as something before is trained, and can be
+    sent; and no parameter is on both sides. Each stage has parameters: blocks without
+    any are not cut off those before them.
     """
     fqns, handed_on = list(chain), list(chain.values())
     last_use: dict[nn.Parameter, int] = {}
     first_use: dict[nn.Parameter, int] = {}
     with_parameters: list[int] = []
+    trained: list[int] = []
     for i, fqn in enumerate(fqns):
         for parameter in model.get_submodule(fqn).parameters():
             first_use.setdefault(parameter, i)
             last_use[parameter] = i
             with_parameters.append(i)
+            trained += [i] * parameter.requires_grad
     shared = [(first_use[p], last) for p, last in last_use.items()]
     shared = [(first, last) for first, last in shared if first < last]
     return [
         cut
         for cut in sorted(set(with_parameters))[1:]
         if handed_on[cut - 1].is_floating
+        and handed_on[cut - 1].is_contiguous
+        and cut > min(trained, default=cut)
         and not any(first < cut <= last for first, last in shared)
     ]
 
 
 def check_cuts(
-    model: nn.Module, fqns: Sequence[str], cuts: Sequence[int], num_stages: int
+    model: nn.Module, chain: Mapping[str, Passed], cuts: Sequence[int], num_stages: int
 ) -> None:
     """Refuse a model that cannot be cut into so many stages.
 
     Raises:
         ArgumentError: It has too few blocks.
-        UnsupportedError: Blocks share parameters.
+        UnsupportedError: Blocks share parameters, or hand on what cannot be sent.
     """
+    fqns = list(chain)
     if len(fqns) < num_stages:
         raise ArgumentError(
             f"The model has {len(fqns)} blocks, too few for {num_stages} stages; use"
             " fewer ranks."
         )
-    if len(cuts) < num_stages - 1:
-        first, last = _sharing(model, fqns)
+    if len(cuts) >= num_stages - 1:
+        return
+    possible = f"only {len(cuts) + 1} stages are possible"
+    first, last = _sharing(model, fqns)
+    if first != last:
         raise UnsupportedError(
             f"`{first}` and `{last}` share a parameter, which cannot be on two ranks:"
-            f" only {len(cuts) + 1} stages are possible. Untie them or use fewer ranks."
+            f" {possible}. Untie them or use fewer ranks."
         )
+    for fqn in fqns[:-1]:
+        if not chain[fqn].is_contiguous:
+            raise UnsupportedError(
+                f"`{fqn}` hands on a tensor that is not contiguous, which no process"
+                f" group sends: {possible}. Let it return `x.contiguous()`, or use"
+                " fewer ranks."
+            )
+    raise UnsupportedError(
+        "Each stage needs parameters, and the first one some that are trained:"
+        f" {possible} with blocks like these. Use fewer ranks."
+    )
 
 
 def _sharing(model: nn.Module, fqns: Sequence[str]) -> tuple[str, str]:
-    """Two blocks that share a parameter, the furthest apart."""
+    """Two blocks that share a parameter, the furthest apart; one twice if none do."""
     users: dict[nn.Parameter, list[int]] = {}
     for i, fqn in enumerate(fqns):
         for parameter in model.get_submodule(fqn).parameters():
             users.setdefault(parameter, []).append(i)
-    widest = max(users.values(), key=lambda places: places[-1] - places[0])
+    places = users.values()
+    widest = max(places, key=lambda own: own[-1] - own[0], default=[0])
     return fqns[widest[0]], fqns[widest[-1]]

@@ -471,5 +471,5 @@ def _stage_plan(record: dict[str, Any]) -> StagePlan:
     record["op_policies"] = tuple(map(op_policy_of, record["op_policies"]))
     for name in ("received", "sent"):
         passed = record[name]
-        record[name] = Passed(tuple(passed["shape"]), passed["dtype"])
+        record[name] = Passed(**{**passed, "shape": tuple(passed["shape"])})
     return StagePlan(**record)

@@ -1,5 +1,6 @@
 """Whole plans: run on real ranks as users run them, and held against all cuts."""
 
+import copy
 import re
 from dataclasses import replace
 from functools import partial
@@ -195,6 +196,54 @@ class Repeats(Model):
         for block in (*self.blocks, self.blocks[0]):
             x = block(x)
         return self.head(x)
+
+
+class Turns(nn.Linear):
+    """Returns columns that lie one after the other, as recurrent layers may."""
+
+    def forward(self, x):
+        return super().forward(x).t().contiguous().t()
+
+
+def _cut(*blocks):
+    return autosac.plan_pipeline(
+        nn.Sequential(*blocks),
+        torch.ones(4, 4),
+        target=torch.ones(4, 4),
+        loss_fn=functional.mse_loss,
+        num_ranks=2,
+        num_micro_batches=2,
+        memory_budget="1MiB",
+    )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "first_stage"),
+    [
+        ((nn.Linear(4, 4), Turns(4, 4), nn.Linear(4, 4)), ("0",)),
+        ((nn.Linear(4, 4).requires_grad_(False), *[nn.Linear(4, 4)] * 2), ("0", "1")),
+    ],
+    ids=["sent", "trained"],
+)
+def test_a_cut_is_where_a_contiguous_tensor_with_a_gradient_is_sent(
+    blocks, first_stage
+):
+    blocks = [copy.deepcopy(block) for block in blocks]
+
+    assert _cut(*blocks).stage_plans[0].fqns == first_stage
+
+
+@pytest.mark.parametrize(
+    ("blocks", "message"),
+    [
+        ((Turns(4, 4), nn.Linear(4, 4)), r"`0` hands on.*not contiguous.*only 1 stage"),
+        ((nn.Linear(4, 4), nn.Tanh()), "Each stage needs parameters.*only 1 stage"),
+    ],
+    ids=["sent", "trained"],
+)
+def test_a_chain_without_such_a_cut_is_refused_for_that(blocks, message):
+    with pytest.raises(UnsupportedError, match=message):
+        _cut(*blocks)
 
 
 @pytest.mark.parametrize(
