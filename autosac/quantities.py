@@ -113,8 +113,8 @@ def read_budgets(memory_budgets: object, n: object) -> tuple[int | str, ...] | N
     budgets = tuple(memory_budgets) if is_list else ()  # type: ignore[arg-type]
     if not budgets:
         raise ArgumentError(
-            f"`memory_budgets`={memory_budgets!r} must be a list of at least one"
-            " budget, such as ['20GiB', '80%']."
+            f"`memory_budgets`={memory_budgets!r} must be a list of budgets that is"
+            " not empty, such as ['20GiB', '80%']."
         )
     return budgets
 

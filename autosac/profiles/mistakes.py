@@ -149,8 +149,8 @@ def check_options(
     whole_number(accumulate, name="accumulate")
     if clip_grad_norm is not None and not is_positive(clip_grad_norm):
         raise ArgumentError(
-            f"`clip_grad_norm` must be a positive number or None, got"
-            f" {clip_grad_norm!r}."
+            f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}: pass a number,"
+            " or None."
         )
     names = {name for name, _ in model.named_modules()}
     if isinstance(exclude, type) or not isinstance(exclude, Iterable):
