@@ -473,7 +473,7 @@ def test_a_type_goes_by_name(name):
 )
 def test_verify_takes_an_optimizer_as_plan_does(make_optimizer):
     shown = autosac.verify(
-        tiny_plan(),
+        plan(mlp(), autocast="bf16"),
         mlp,
         lambda: X,
         loss_fn=loss,

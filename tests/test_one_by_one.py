@@ -25,7 +25,7 @@ class Step:
     """
 
     def __init__(self, problem, seed):
-        self.num_storages = 1
+        self.num_storages = self.num_blocks = 1
         self.units = range(len(problem.units))
         self.curves = [
             SimpleNamespace(policies=range(len(unit.points))) for unit in problem.units

@@ -353,7 +353,7 @@ def test_a_gpu_stage_recomputes_on_the_present_stream(same_stream):
 def test_checkpoints_of_pytorch_and_plans_can_be_inside():
     model = nn.Sequential(*(nn.Sequential(stage(), nn.Tanh()) for _ in range(3)))
     x = rows()
-    profile = autosac.profile(model, x.detach())
+    profile = autosac.profile(model, x)
     plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
 
     def fn(x):

@@ -42,6 +42,7 @@ from autosac.units.unit import Piece, Unit
 
 _MOST_BLOCKS = 100_000  # of an allocator in several replays: some tenths of a second
 _FEWEST_REPLAYS = 4
+_SLOW = 10  # times as long takes a replay of small requests, too
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class Simulator:
             reserves.
 
     Attributes:
-        num_replayed: How often the allocator was replayed to tell whether a plan fits.
+        num_replayed: How often the allocator was replayed for a true peak.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class Simulator:
         """Most bytes that a GPU's caching allocator hands out, or reserves."""
         key = cap, frozenset(chosen.items())
         if key not in self._allocator_peaks:
+            self.num_replayed += 1
             if cap == "reserved":
                 peak_bytes = self.replay(chosen).peak_reserved_bytes
             else:
@@ -217,9 +219,14 @@ class Simulator:
         """What a simulation takes is about proportional to it."""
         return max(1, len(self.tape.storages))
 
+    @property
+    def num_blocks(self) -> int:
+        """What a replay takes is about proportional to it."""
+        return self.num_storages * (_SLOW if self.cap == "reserved" else 1)
+
     def num_replays(self, most: int) -> int:
         """How many true peaks to ask for: as many as `most`, fewer of a long step."""
-        affordable = _MOST_BLOCKS // self.num_storages
+        affordable = _MOST_BLOCKS // self.num_blocks
         return max(_FEWEST_REPLAYS, min(most, affordable))
 
     def true_peak_bytes(self, chosen: Mapping[Unit, Policy]) -> int:

@@ -54,7 +54,7 @@ def lower_peak(
     draws = random.Random(0)
     best = now = choice
     best_bytes = now_bytes = simulator.true_peak_bytes(choice)
-    replays = min(_MOST_REPLAYS, _MOST_BLOCKS // simulator.num_storages)
+    replays = min(_MOST_REPLAYS, _MOST_BLOCKS // simulator.num_blocks)
     looks = _MOST_PIECES // simulator.num_storages
     last = replays  # how many were left when the best was found,
     in_vain = 0  # and the choices of low enough a simulated peak since then

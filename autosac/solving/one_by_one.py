@@ -74,7 +74,7 @@ class OneByOne:
         return None if fitting is None else fitting[1]
 
     def _look(self, best_ms: float, *, is_minimal: bool) -> tuple[float, Choice] | None:
-        affordable = _MOST_BLOCKS // self.simulator.num_storages
+        affordable = _MOST_BLOCKS // self.simulator.num_blocks
         is_settled = self.enumeration.most_ms <= self.bound_ms
         if is_settled or affordable < _FEWEST_REPLAYS:
             return None

@@ -57,10 +57,10 @@ def check_solving(
             "`relative_gap` must be a share of at least 0, such as 0.005, got"
             f" {relative_gap!r}."
         )
-    if not (time_limit_s is None or is_positive(time_limit_s)):
+    if not (time_limit_s is None or time_limit_s == 0 or is_positive(time_limit_s)):
         raise ArgumentError(
-            "`time_limit_s` must be a number of seconds above 0, or None for a limit"
-            f" on work alone, got {time_limit_s!r}."
+            "`time_limit_s` must be a number of seconds, or None for a limit on work"
+            f" alone, got {time_limit_s!r}."
         )
 
 
