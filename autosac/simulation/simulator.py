@@ -42,6 +42,7 @@ from autosac.units.unit import Piece, Unit
 
 _MOST_BLOCKS = 100_000  # of an allocator in several replays: some tenths of a second
 _FEWEST_REPLAYS = 4
+_MOST_ABOVE = 20_000  # choices known to break a budget, a KiB each
 _SLOW = 10  # times as long takes a replay of small requests, too
 
 
@@ -182,10 +183,7 @@ class Simulator:
     def handed_out(
         self, chosen: Mapping[Unit, Policy], most_bytes: int | None = None
     ) -> list[HandedOut]:
-        """What a GPU's caching allocator hands out in the first steps of a training.
-
-        As far as it stays within `most_bytes`.
-        """
+        """What a GPU's allocator hands out in the first steps, up to some bytes."""
         return self._handed_out(self.ledger(chosen), most_bytes)
 
     def _handed_out(self, step: Ledger, most_bytes: int | None) -> list[HandedOut]:
@@ -263,6 +261,8 @@ class Simulator:
             self.num_replayed += 1
             peak_bytes = max(played.peak_bytes for played in steps)
         if peak_bytes > budget_bytes:
+            if len(self._above) >= _MOST_ABOVE:
+                self._above.clear()
             self._above[key] = peak_bytes
             return False
         self._allocator_peaks[self.cap, key] = peak_bytes
