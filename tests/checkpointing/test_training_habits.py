@@ -119,13 +119,13 @@ def test_backward_inside_of_autocast_is_said_where_units_rerun():
 
 def test_another_backend_than_the_planned_one_is_said_once():
     model = planned(Model()).apply(Model())
-    enabled = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = not enabled
-    try:
-        with pytest.warns(UserWarning, match="`torch.backends.mkldnn.enabled`") as said:
-            train(model, evaluates)
-    finally:
-        torch.backends.mkldnn.enabled = enabled
+    # Set so because PyTorch's own tests, once imported, forbid to set it for good.
+    other = torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled)
+    with (
+        other,
+        pytest.warns(UserWarning, match="`torch.backends.mkldnn.enabled`") as said,
+    ):
+        train(model, evaluates)
     assert len(said) == 1
 
 
