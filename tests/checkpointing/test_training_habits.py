@@ -117,6 +117,7 @@ def test_backward_inside_of_autocast_is_said_where_units_rerun():
     assert len(caught) == 1
 
 
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_another_backend_than_the_planned_one_is_said_once():
     model = planned(Model()).apply(Model())
     # Set so because PyTorch's own tests, once imported, forbid to set it for good.
