@@ -17,10 +17,14 @@ _STANCE: Literal["fail_on_recompile"] = "fail_on_recompile"
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a module is, or was, given to ``torch.compile``."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded by what compiles
-    in_place = getattr(module, "_compiled_call_impl", None) is not None
-    return in_place or (
+    return is_compiled_in_place(module) or (
         compiler is not None and isinstance(module, compiler.OptimizedModule)
     )
+
+
+def is_compiled_in_place(module: torch.nn.Module) -> bool:
+    """Whether a module's ``compile`` was called."""
+    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 class _NewGuards(TorchFunctionMode):

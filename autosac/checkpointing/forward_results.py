@@ -1,8 +1,9 @@
 """What a model's forward makes, held against the forward that was planned.
 
 Ops outside of AC units are not looked at in general. In a model's steps 2, 4, 8 and so
-on, and where a plain attribute of a module was set between two steps, a dispatch
-mode adds up what they make: more than in the planned step is said.
+on, and where a plain attribute of a module was set between two steps (which is looked
+for in the first steps, then in every seventh), a dispatch mode adds up what they make:
+more than in the planned step is said.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _MOST_LOOKS = 16  # for the sake of attributes
 _MOST_OF_ONE = 4  # for one attribute, or for one value of it if these are few
 _LITTLE = 0.01  # of the planned peak: so little is not said
 _PLAIN = (bool, int, float, str, type(None))
+_EACH_OF, _EVERY = 16, 7  # first steps, and then of so many one, begin with a look at
+# attributes: what is set remains, and flags that change to and fro do so in even steps
 _MOST_RENEWED = 2  # steps: then it is known what forward itself changes
 _FEW = (bool, str, type(None))  # types of attributes that take few values
 _NEW = object()
@@ -58,7 +61,9 @@ class ForwardResults:
             yield
             return
         self._steps += 1
-        changed = self._attributes.changed() if self._looks < _MOST_LOOKS else {}
+        is_due = self._steps <= _EACH_OF or self._steps % _EVERY == 0
+        is_due = is_due and self._looks < _MOST_LOOKS
+        changed = self._attributes.changed() if is_due else {}
         wanted = self._wanted(changed)
         # The first step may set the model up.
         if wanted or (self._steps > 1 and self._steps & (self._steps - 1) == 0):

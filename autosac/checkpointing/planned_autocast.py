@@ -27,15 +27,14 @@ class PlannedAutocast:
         self.has_warned = False
 
     @contextlib.contextmanager
-    def watching(self, model: torch.nn.Module, *, is_wrapped: bool) -> Iterator[None]:
+    def watching(self, device_type: str, *, is_wrapped: bool) -> Iterator[None]:
         """The model's forward runs inside.
 
         Args:
-            model: The model.
+            device_type: Of the model.
             is_wrapped: Its ``forward`` was replaced before the plan was applied, as
                 Accelerate does to open autocast in there.
         """
-        device_type = next((p.device.type for p in model.parameters()), "cpu")
         present = _present(device_type)
         if self.has_warned or self._planned is None or present in (None, self._planned):
             yield

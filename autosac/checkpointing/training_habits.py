@@ -129,7 +129,7 @@ class TrainingHabits:
                 return None, 0  # planned for another kind of device, with other ops
             return followed.forward_bytes, followed.peak_bytes
 
-        watching = self._autocast.watching(self._model, is_wrapped=self._is_wrapped)
+        watching = self._autocast.watching(device_type, is_wrapped=self._is_wrapped)
         with watching, self._results.watching(planned):
             output = forward(*args, **kwargs)
         self._passes.end(output)
