@@ -20,7 +20,7 @@ from autosac.solving.rules_of_thumb import Choice
 
 _MOST_LOOKED_AT = 25_000  # choices that keep all rows,
 _MOST_PIECES = 8_000_000  # and pieces of memory in all of these: half a second
-_MOST_BLOCKS = 1_000_000  # of an allocator in all replays: likewise
+_MOST_BLOCKS = 650_000  # of an allocator in all replays: likewise
 _FEWEST_REPLAYS = 8  # of a long step: where they are dear, few prove nothing
 _FIRST_SHARE = 1 / 32  # above the bound, at first
 _BISECTIONS = 3  # of a stretch in which there are too many
