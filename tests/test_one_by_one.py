@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from autosac.solvers.sac import Enumeration, SacProblem
 from autosac.solvers.sac.table import Table
+from autosac.solving import one_by_one
 from autosac.solving.one_by_one import OneByOne
 from tests.solvers import oracles
 from tests.solvers.strategies import MIB
@@ -126,6 +127,26 @@ def test_it_goes_on_where_it_ended(problem, seed):
     if whole is not None:
         least_ms = time_of(problem, whole)
         assert time_of(problem, choice) <= least_ms / (1 - GAP) * (1 + 1e-9)
+
+
+@given(problem=problems, seed=st.integers(0, 99))
+def test_the_bound_passes_nothing_that_replays_did_not_suffice_for(problem, seed):
+    predicted = [dict(choice) for choice in fitting(problem, 1e9)]
+    times = sorted(time_of(problem, choice) for choice in predicted)
+    if not times or not times[0]:
+        return
+    best_ms, step = times[-1] * 2, Step(problem, seed)
+    true = [c for c in predicted if step.true_peak_bytes(c) <= problem.budget_bytes]
+    least_ms = min((time_of(problem, c) for c in true), default=best_ms)
+    search = looking(problem, step, times[0], best_ms)
+    step.num_blocks = one_by_one._MOST_BLOCKS  # one replay in each go
+    with patch.object(one_by_one, "_FEWEST_REPLAYS", 1):
+        choice = search.cheapest(best_ms)
+        for _ in predicted:
+            if choice is not None:
+                best_ms = time_of(problem, choice)
+            assert search.bound_ms <= least_ms * (1 + 1e-9)
+            choice = search.go_on(best_ms)
 
 
 @given(problem=problems, seed=st.integers(0, 99), most=st.integers(1, 4))

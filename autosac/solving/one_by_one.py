@@ -79,8 +79,8 @@ class OneByOne:
         if is_settled or affordable < _FEWEST_REPLAYS:
             return None
         self._replays_left = affordable
-        affordable = _MOST_PIECES // self.simulator.num_storages
-        self._looks_left = min(self.most_looks, affordable)
+        most_looks = _MOST_PIECES // self.simulator.num_storages
+        self._looks_left = min(self.most_looks, most_looks)
         self.enumeration.nodes_left = sac.MOST_NODES
         return self._first_fitting(best_ms, is_minimal=is_minimal)
 
@@ -93,13 +93,11 @@ class OneByOne:
                 self.bound_ms = max(start_ms, min(ms, best_ms))
             if not parts or parts in self._looked_at:
                 continue
-            if not self._looks_left:
+            if not self._looks_left or self._replays_left <= 0:
                 break
             self._looks_left -= 1
             self._looked_at.add(parts)
             choice = self._decode(parts)
-            if self._replays_left <= 0:
-                break
             num_replayed = self.simulator.num_replayed
             fits = self._fits(choice)
             self._replays_left -= self.simulator.num_replayed - num_replayed
