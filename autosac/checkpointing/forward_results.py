@@ -26,8 +26,8 @@ _MOST_LOOKS = 16  # for the sake of attributes
 _MOST_OF_ONE = 4  # for one attribute, or for one value of it if these are few
 _LITTLE = 0.01  # of the planned peak: so little is not said
 _PLAIN = (bool, int, float, str, type(None))
-_EACH_OF, _EVERY = 16, 7  # first steps, and then of so many one, begin with a look at
-# attributes: what is set remains, and flags that change to and fro do so in even steps
+_EACH_OF = 16  # first steps begins with a look at attributes,
+_ONE_OF = 7  # and then one of so many: odd, as flags go to and fro in even steps
 _MOST_RENEWED = 2  # steps: then it is known what forward itself changes
 _FEW = (bool, str, type(None))  # types of attributes that take few values
 _NEW = object()
@@ -61,9 +61,10 @@ class ForwardResults:
             yield
             return
         self._steps += 1
-        is_due = self._steps <= _EACH_OF or self._steps % _EVERY == 0
-        is_due = is_due and self._looks < _MOST_LOOKS
-        changed = self._attributes.changed() if is_due else {}
+        is_due = self._steps <= _EACH_OF or self._steps % _ONE_OF == 0
+        changed: _Changed = {}
+        if self._looks < _MOST_LOOKS:
+            changed = self._attributes.changed(of_all=is_due)
         wanted = self._wanted(changed)
         # The first step may set the model up.
         if wanted or (self._steps > 1 and self._steps & (self._steps - 1) == 0):
@@ -170,11 +171,16 @@ class _PlainAttributes:
         for owner in self._moving:
             owner.renew()
 
-    def changed(self) -> _Changed:
-        """Those that have other values than when they were taken last."""
+    def changed(self, *, of_all: bool) -> _Changed:
+        """Those that have other values than when they were taken last.
+
+        Args:
+            of_all: Else only of those that are taken after each step.
+        """
         if not self._owners:
             self._owners = list(_owners(self._model))
-        changed = [owner for owner in self._owners if owner.has_changed()]
+        owners = self._owners if of_all else self._moving
+        changed = [owner for owner in owners if owner.has_changed()]
         self._move(changed)
         return {
             f"{owner.name}.{name}".removeprefix("."): value

@@ -78,6 +78,17 @@ def test_an_attribute_that_makes_forward_larger_is_named(name, share):
     assert f"change with `{name}`, set before this step" in only_warning(model)
 
 
+@pytest.mark.parametrize("name", ["use_extra", "table.num_extra"])
+def test_an_attribute_that_is_set_late_is_named_within_seven_steps(name):
+    # Forward changes another attribute of the model in each step, and none of the dict.
+    model = planned(Model())
+    train(model, 17)  # before step 32, whose results are looked at for its number
+    owner, _, last = name.rpartition(".")
+    {"": vars(model), "table": model.table}[owner][last] = 1
+
+    assert f"change with `{name}`" in only_warning(model, num_steps=7)
+
+
 @pytest.mark.parametrize("kind", ["attribute", "settings"])
 def test_what_changed_before_a_plan_was_applied_is_said_in_the_first_steps(
     kind, tmp_path
