@@ -25,6 +25,7 @@ from autosac.step.ledger import Ledger
 from autosac.step.tape import IntArray
 
 _DIGEST_BYTES = 16
+_MOST_KNOWN = 50_000  # sets of large requests, some 200 bytes each
 
 
 class _Instant(NamedTuple):
@@ -116,5 +117,7 @@ class AlikePlays:
         name = blake2b(digest_size=_DIGEST_BYTES)
         for part in parts:
             name.update(part.tobytes())
+        if len(self._large_bytes) >= _MOST_KNOWN:
+            self._large_bytes.clear()
         known = self._large_bytes.setdefault(name.digest(), {})
         return Alike(step, small_bytes, known, self)
