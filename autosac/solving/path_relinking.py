@@ -24,7 +24,7 @@ _MOST_REPLAYS = 64  # of the allocator, some 10 ms each
 class _Part:
     """Units in or around one another, and their policies in the cheaper choice."""
 
-    units: set[Unit]
+    units: Sequence[Unit]
     policies: dict[Unit, Policy]
 
 
@@ -77,21 +77,24 @@ class _Relinking:
         return self._simulator.fits(choice, self._budget_bytes)
 
 
-def _families(one: Choice, other: Choice) -> Iterator[set[Unit]]:
+def _families(one: Choice, other: Choice) -> Iterator[list[Unit]]:
     """Units of two choices that lie in or around one another, where these differ."""
-    units = sorted({*one, *other}, key=lambda unit: (unit.call.enter, -unit.call.exit))
-    family: set[Unit] = set()
+    # No set: its order, and so that of the choice that is made, is another every time.
+    units = sorted({**one, **other}, key=lambda unit: (unit.call.enter, -unit.call.exit))
+    family: list[Unit] = []
     end = -1
     for unit in units:
         if unit.call.enter > end and family:
             yield from _unless_equal(family, one, other)
-            family = set()
-        family.add(unit)
+            family = []
+        family.append(unit)
         end = max(end, unit.call.exit)
     if family:
         yield from _unless_equal(family, one, other)
 
 
-def _unless_equal(family: set[Unit], one: Choice, other: Choice) -> Iterator[set[Unit]]:
+def _unless_equal(
+    family: list[Unit], one: Choice, other: Choice
+) -> Iterator[list[Unit]]:
     if any(one.get(unit) != other.get(unit) for unit in family):
         yield family
