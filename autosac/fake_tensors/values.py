@@ -132,8 +132,7 @@ def run_op(
 def _is_small(func: Any, args: Any, kwargs: Any, inputs: list[torch.Tensor]) -> bool:
     """Whether no fake kernel needs to say that the results are not large."""
     if _compat.is_view(func):
-        with _compat.no_modes():
-            return not _are_large(func(*args, **kwargs), inputs)
+        return True  # of no new memory, which a fake view of a real tensor would have
     if not _compat.is_elementwise(func) or _compat.is_random(func):
         return False
     try:

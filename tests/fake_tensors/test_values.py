@@ -111,6 +111,28 @@ def test_drawn_models_are_trained_bit_by_bit(seed):
             assert_equal(expected, train(case, model, steps=3))
 
 
+class SeenFromFar(nn.Module):
+    """A few places, made of nothing, seen from many rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(1, 1)
+
+    def forward(self, x):
+        places = torch.arange(32.0).expand(len(x), -1)
+        return (places * self.scale(x)).sum()
+
+
+def test_a_large_view_of_known_values_takes_no_memory_of_its_own():
+    rows = 2**17 + 1  # more values than are worked out
+    fakes = profile(SeenFromFar(), torch.ones(rows, 1), loss_fn=lambda total: total)
+
+    on_real = trace(replace(fakes.step, learned=Learned(real=True)))
+
+    for expected, event in zip(events(fakes.tape), events(on_real), strict=True):
+        assert event == expected
+
+
 @pytest.mark.slow_but_fifth
 @each_value_case
 def test_a_dry_run_confirms_what_was_simulated(case):
