@@ -1,3 +1,5 @@
+from functools import partial
+
 from autosac.solving.path_relinking import relink
 from autosac.units import curves
 from tests.models import gpt_on_a_gpu
@@ -15,7 +17,9 @@ def test_units_of_a_relinked_choice_come_in_the_order_of_the_step():
     )
     for unit, curve in smallest:
         if unit not in blocks and all(unit.is_apart_from(other) for other in parts):
-            ms = {policy: curves.recompute_ms(unit, policy) for policy in curve.policies}
+            ms = {
+                policy: curves.recompute_ms(unit, policy) for policy in curve.policies
+            }
             parts[unit] = min(ms, key=lambda policy: ms[policy])
 
     relinked = relink(profile.simulator, blocks, parts, budget_bytes=2**60)

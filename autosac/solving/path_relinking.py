@@ -79,8 +79,10 @@ class _Relinking:
 
 def _families(one: Choice, other: Choice) -> Iterator[list[Unit]]:
     """Units of two choices that lie in or around one another, where these differ."""
-    # No set: its order, and so that of the choice that is made, is another every time.
-    units = sorted({**one, **other}, key=lambda unit: (unit.call.enter, -unit.call.exit))
+    # No set: its order, and so that of the choice, is another in every run.
+    units = sorted(
+        {**one, **other}, key=lambda unit: (unit.call.enter, -unit.call.exit)
+    )
     family: list[Unit] = []
     end = -1
     for unit in units:
