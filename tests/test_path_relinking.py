@@ -1,4 +1,3 @@
-from functools import partial
 
 from autosac.solving.path_relinking import relink
 from autosac.units import curves
