@@ -12,7 +12,7 @@ __all__ = ["Workload", "workloads", "zoo"]
 
 
 def workloads() -> dict[str, Workload]:
-    """The six models of `benchmarks.budgets`, by command-line name."""
+    """Six models that `benchmarks.compare` really trains, by command-line name."""
     # Not at the top: `benchmarks.gpu_validation` does without these libraries.
     from benchmarks.models import language, vision
 
