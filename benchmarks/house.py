@@ -2,8 +2,8 @@
 
 Imports between folders, those inside functions and under TYPE_CHECKING included, by the
 order of the table in docs/design.md; sizes of files and functions; comments; lines of
-each capability now and at the review (needs the repository's history); seconds that
-imports take and, with `--tests`, both test commands. Written to results/house.md.
+each folder; seconds that imports take and, with `--tests`, both test commands. Written
+to results/house.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from benchmarks import capabilities
 from benchmarks.environment import environment
 
 ROOT = Path(__file__).parents[1]
@@ -212,16 +211,24 @@ def _seconds(command: list[str]) -> float:
 # --- the page -----------------------------------------------------------------
 
 
+def _folder_lines() -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for name, path in modules().items():
+        sizes[folder(name)] += len(path.read_text().splitlines())
+    return sizes
+
+
 def _edges() -> Iterator[str]:
     counts: Counter[tuple[str, str]] = Counter()
     for one in set(imports()):
         pair = folder(one.importer), folder(one.imported)
         if "" not in pair and pair[0] != pair[1]:
             counts[pair] += 1
-    order = layers()
+    order, sizes = layers(), _folder_lines()
     for name in reversed(order):
         below = [(to, counts[name, to]) for to in order if counts[name, to]]
-        yield f"| {name} | {', '.join(f'{to} {n}' for to, n in below)} |"
+        imported = ", ".join(f"{to} {n}" for to, n in below)
+        yield f"| {name} | {sizes[name]:,} | {imported} |"
 
 
 def main() -> int:
@@ -239,9 +246,8 @@ def main() -> int:
             *(_test_seconds() if options.tests else ()),
         )
     ]
-    lines += ["", *capabilities.table(modules().values())]
     lines += ["", "From the top down, with the number of pairs of files.", ""]
-    lines += ["| folder | imports |", "| --- | --- |", *_edges()]
+    lines += ["| folder | lines | imports |", "| --- | ---: | --- |", *_edges()]
     _OUTPUT.write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
     return len(upward())

@@ -3,8 +3,8 @@
 import pytest
 
 import autosac
-from benchmarks.models.short import CASES, DRAWN, mean_square
 from tests.models import Case
+from tests.short_models import CASES, DRAWN, mean_square
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

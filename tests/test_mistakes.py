@@ -294,6 +294,10 @@ MISTAKES = {
         lambda: plan(torch.compile(mlp(), backend="eager")),
         "`model` is compiled by torch.compile.* as it was before that.*autosac.compile",
     ),
+    "a function compiled": (
+        lambda: plan(Around(torch.compile(functional.silu, backend="eager"))),
+        "runs code that is compiled",
+    ),
     "a part compiled": (
         lambda: plan(compiled_in_part()),
         "`0` is compiled by torch.compile",
