@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import autosac
+from autosac.cli import demo
 from autosac.step.training_step import normalize_inputs
 from autosac.storages import storage_bytes
 from autosac.verification.verifying import Recipe
-from benchmarks import pytorch_chain
 from benchmarks.comparing.profiles import budget_at
 from benchmarks.comparing.timing import measure
 from benchmarks.environment import MIB
@@ -24,6 +25,7 @@ from benchmarks.rivals.checkpointing import every_block
 NOISE = 0.06  # of the published times, and about that of ours
 ROUNDING = 0.001  # of the published peaks: three or four digits
 Record = dict[str, Any]
+_VOCABULARY, _BATCH, _LENGTH = 4096, 4, 512  # of the GPT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +64,34 @@ class _Reduced(nn.Module):
         return self.reduce(self.model(*args, **kwargs))
 
 
+class _GPTWithLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gpt = demo.GPT(
+            num_layers=8,
+            width=512,
+            num_heads=8,
+            vocabulary=_VOCABULARY,
+            length=_LENGTH,
+            dropout=0.0,
+        )
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = self.gpt(tokens)
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _gpt() -> _GPTWithLoss:
+    torch.manual_seed(0)
+    return _GPTWithLoss()
+
+
+def _tokens_and_targets() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(_VOCABULARY, (_BATCH, _LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
 def _itself(loss: torch.Tensor) -> torch.Tensor:
     return loss
 
@@ -75,8 +105,8 @@ def subjects() -> dict[str, Subject]:
     return {
         "gpt": Subject(
             name="GPT, 8 blocks of width 512",
-            make_model=pytorch_chain.make_model,
-            make_inputs=pytorch_chain.make_inputs,
+            make_model=_gpt,
+            make_inputs=_tokens_and_targets,
             points=published.GPT,
             eager_bytes=published.GPT_EAGER_BYTES,
             loss_fn=_itself,
@@ -93,8 +123,8 @@ def subjects() -> dict[str, Subject]:
         ),
         "gpt-alone": Subject(
             name="GPT without its loss",
-            make_model=lambda: _Reduced(pytorch_chain.make_model().gpt, torch.sum),
-            make_inputs=lambda: pytorch_chain.make_inputs()[:1],
+            make_model=lambda: _Reduced(_gpt().gpt, torch.sum),
+            make_inputs=lambda: _tokens_and_targets()[:1],
             points=published.GPT_ALONE,
             eager_bytes=None,
             loss_fn=_itself,
