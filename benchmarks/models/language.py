@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,31 +22,43 @@ from benchmarks.models.workload import (
 transformers.logging.set_verbosity_error()
 
 
-def gpt(
-    *,
-    layers: int = 12,
-    width: int = 192,
-    heads: int = 6,
-    vocabulary: int = 2048,
-    batch: int = 8,
-    length: int = 256,
-) -> Workload:
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Sizes of a model and of its batch; functions take others by these names."""
+
+    layers: int = 12
+    width: int = 192
+    heads: int = 6
+    vocabulary: int = 2048
+    batch: int = 6
+    length: int = 256
+
+    @property
+    def of_batch(self) -> tuple[int, int, int]:
+        return self.vocabulary, self.batch, self.length
+
+
+_SMALL = Sizes(layers=4, width=96, vocabulary=512, batch=4, length=128)
+
+
+def gpt(**others: int) -> Workload:
     """The model of ``autosac demo``, with dropout."""
-    tokens = integers(vocabulary, batch, length)
+    sizes = replace(Sizes(batch=8), **others)
+    tokens = integers(*sizes.of_batch)
     return Workload(
         name="GPT",
         make_model=lambda: demo.GPT(
-            num_layers=layers,
-            width=width,
-            num_heads=heads,
-            vocabulary=vocabulary,
-            length=length,
+            num_layers=sizes.layers,
+            width=sizes.width,
+            num_heads=sizes.heads,
+            vocabulary=sizes.vocabulary,
+            length=sizes.length,
             dropout=0.1,
         ),
         make_inputs=lambda: tokens,
         loss_fn=demo.next_token_loss(tokens),
         make_optimizer=adamw,
-        blocks=numbered("blocks", layers),
+        blocks=numbered("blocks", sizes.layers),
     )
 
 
@@ -65,22 +78,15 @@ def _from_transformers(
     )
 
 
-def gpt2(
-    *,
-    layers: int = 12,
-    width: int = 192,
-    heads: int = 6,
-    vocabulary: int = 2048,
-    batch: int = 6,
-    length: int = 256,
-) -> Workload:
+def gpt2(**others: int) -> Workload:
     """GPT-2 (dropout 0.1 everywhere, tied head)."""
+    sizes = replace(Sizes(), **others)
     config = transformers.GPT2Config(
-        n_layer=layers,
-        n_embd=width,
-        n_head=heads,
-        n_positions=length,
-        vocab_size=vocabulary,
+        n_layer=sizes.layers,
+        n_embd=sizes.width,
+        n_head=sizes.heads,
+        n_positions=sizes.length,
+        vocab_size=sizes.vocabulary,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
@@ -89,32 +95,28 @@ def gpt2(
         "HF GPT-2",
         transformers.GPT2LMHeadModel,
         config,
-        numbered("transformer.h", layers),
-        labelled(vocabulary, batch, length),
+        numbered("transformer.h", sizes.layers),
+        labelled(*sizes.of_batch),
     )
 
 
-def _decoder(
-    name: str,
-    family: str,
-    *,
-    layers: int,
-    width: int,
-    heads: int,
-    vocabulary: int,
-    batch: int,
-    length: int,
-    **settings: Any,
-) -> Workload:
+def _of_all(sizes: Sizes) -> dict[str, int]:
+    """What configs of most families call the sizes."""
+    return {
+        "num_hidden_layers": sizes.layers,
+        "hidden_size": sizes.width,
+        "num_attention_heads": sizes.heads,
+        "max_position_embeddings": sizes.length,
+        "vocab_size": sizes.vocabulary,
+    }
+
+
+def _decoder(name: str, family: str, sizes: Sizes, **settings: Any) -> Workload:
     """A model of the Llama family, with grouped-query attention."""
     config = getattr(transformers, f"{family}Config")(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        intermediate_size=width * 8 // 3,
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 3, 1),
-        max_position_embeddings=length,
-        vocab_size=vocabulary,
+        **_of_all(sizes),
+        intermediate_size=sizes.width * 8 // 3,
+        num_key_value_heads=max(sizes.heads // 3, 1),
         use_cache=False,
         **settings,
     )
@@ -122,117 +124,48 @@ def _decoder(
         name,
         getattr(transformers, f"{family}ForCausalLM"),
         config,
-        numbered("model.layers", layers),
-        labelled(vocabulary, batch, length),
+        numbered("model.layers", sizes.layers),
+        labelled(*sizes.of_batch),
     )
 
 
-def llama(
-    *,
-    layers: int = 12,
-    width: int = 192,
-    heads: int = 6,
-    vocabulary: int = 2048,
-    batch: int = 6,
-    length: int = 256,
-    tied: bool = False,
-) -> Workload:
+def llama(*, tied: bool = False, **others: int) -> Workload:
     """Llama."""
-    return _decoder(
-        "HF Llama, tied" if tied else "HF Llama",
-        "Llama",
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocabulary=vocabulary,
-        batch=batch,
-        length=length,
-        tie_word_embeddings=tied,
-    )
+    name = "HF Llama, tied" if tied else "HF Llama"
+    sizes = replace(Sizes(), **others)
+    return _decoder(name, "Llama", sizes, tie_word_embeddings=tied)
 
 
-def qwen3(
-    *,
-    layers: int = 4,
-    width: int = 96,
-    heads: int = 6,
-    vocabulary: int = 512,
-    batch: int = 4,
-    length: int = 128,
-) -> Workload:
+def qwen3(**others: int) -> Workload:
     """Qwen 3 (normalized queries and keys)."""
-    return _decoder(
-        "HF Qwen3",
-        "Qwen3",
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocabulary=vocabulary,
-        batch=batch,
-        length=length,
-        head_dim=width // heads,
-    )
+    sizes = replace(_SMALL, **others)
+    return _decoder("HF Qwen3", "Qwen3", sizes, head_dim=sizes.width // sizes.heads)
 
 
-def mistral(
-    *,
-    layers: int = 4,
-    width: int = 96,
-    heads: int = 6,
-    vocabulary: int = 512,
-    batch: int = 4,
-    length: int = 128,
-) -> Workload:
+def mistral(**others: int) -> Workload:
     """Mistral with a sliding window shorter than the sequence."""
-    return _decoder(
-        "HF Mistral",
-        "Mistral",
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocabulary=vocabulary,
-        batch=batch,
-        length=length,
-        sliding_window=length // 2,
-    )
+    sizes = replace(_SMALL, **others)
+    return _decoder("HF Mistral", "Mistral", sizes, sliding_window=sizes.length // 2)
 
 
-def mixtral(
-    *,
-    layers: int = 4,
-    width: int = 96,
-    heads: int = 6,
-    vocabulary: int = 512,
-    batch: int = 4,
-    length: int = 128,
-) -> Workload:
+def mixtral(**others: int) -> Workload:
     """Mixtral: a router sends every token to two of four experts."""
+    sizes = replace(_SMALL, **others)
     return _decoder(
         "HF Mixtral",
         "Mixtral",
-        layers=layers,
-        width=width,
-        heads=heads,
-        vocabulary=vocabulary,
-        batch=batch,
-        length=length,
+        sizes,
         num_local_experts=4,
         output_router_logits=True,
     )
 
 
-def mamba(
-    *,
-    layers: int = 3,
-    width: int = 64,
-    vocabulary: int = 512,
-    batch: int = 2,
-    length: int = 32,
-) -> Workload:
+def mamba() -> Workload:
     """Mamba, a state-space model, by its sequential scan."""
+    layers, vocabulary = 3, 512
     config = transformers.MambaConfig(
         num_hidden_layers=layers,
-        hidden_size=width,
+        hidden_size=64,
         state_size=8,
         vocab_size=vocabulary,
         use_cache=False,
@@ -242,55 +175,28 @@ def mamba(
         transformers.MambaForCausalLM,
         config,
         numbered("backbone.layers", layers),
-        labelled(vocabulary, batch, length),
+        labelled(vocabulary, 2, 32),
     )
 
 
-def bert(
-    *,
-    layers: int = 12,
-    width: int = 192,
-    heads: int = 6,
-    vocabulary: int = 2048,
-    batch: int = 8,
-    length: int = 256,
-) -> Workload:
+def bert(**others: int) -> Workload:
     """BERT, guessing 15 % of the tokens."""
-    config = transformers.BertConfig(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        intermediate_size=4 * width,
-        num_attention_heads=heads,
-        max_position_embeddings=length,
-        vocab_size=vocabulary,
-    )
+    sizes = replace(Sizes(batch=8), **others)
     return _from_transformers(
         "HF BERT",
         transformers.BertForMaskedLM,
-        config,
-        numbered("bert.encoder.layer", layers),
-        _masked(vocabulary, batch, length),
+        transformers.BertConfig(**_of_all(sizes), intermediate_size=4 * sizes.width),
+        numbered("bert.encoder.layer", sizes.layers),
+        _masked(*sizes.of_batch),
     )
 
 
-def albert(
-    *,
-    layers: int = 4,
-    width: int = 96,
-    heads: int = 6,
-    vocabulary: int = 512,
-    batch: int = 4,
-    length: int = 128,
-) -> Workload:
+def albert() -> Workload:
     """ALBERT: one block, called once per layer."""
     config = transformers.AlbertConfig(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        embedding_size=width // 2,
-        intermediate_size=4 * width,
-        num_attention_heads=heads,
-        max_position_embeddings=length,
-        vocab_size=vocabulary,
+        **_of_all(_SMALL),
+        embedding_size=_SMALL.width // 2,
+        intermediate_size=4 * _SMALL.width,
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.1,
     )
@@ -299,7 +205,7 @@ def albert(
         transformers.AlbertForMaskedLM,
         config,
         ("albert.encoder.albert_layer_groups.0",),
-        _masked(vocabulary, batch, length),
+        _masked(*_SMALL.of_batch),
     )
 
 
@@ -313,33 +219,26 @@ def _masked(vocabulary: int, batch: int, length: int) -> dict[str, torch.Tensor]
     }
 
 
-def t5(
-    *,
-    layers: int = 3,
-    width: int = 96,
-    heads: int = 6,
-    vocabulary: int = 512,
-    batch: int = 4,
-    length: int = 96,
-) -> Workload:
+def t5(**others: int) -> Workload:
     """T5, an encoder and a decoder."""
+    sizes = replace(_SMALL, **{"layers": 3, "length": 96, **others})
     config = transformers.T5Config(
-        num_layers=layers,
-        d_model=width,
-        d_ff=4 * width,
-        d_kv=width // heads,
-        num_heads=heads,
-        vocab_size=vocabulary,
+        num_layers=sizes.layers,
+        d_model=sizes.width,
+        d_ff=4 * sizes.width,
+        d_kv=sizes.width // sizes.heads,
+        num_heads=sizes.heads,
+        vocab_size=sizes.vocabulary,
         decoder_start_token_id=0,
         use_cache=False,
     )
-    blocks = numbered("encoder.block", layers) + numbered("decoder.block", layers)
     return _from_transformers(
         "HF T5",
         transformers.T5ForConditionalGeneration,
         config,
-        blocks,
-        labelled(vocabulary, batch, length),
+        numbered("encoder.block", sizes.layers)
+        + numbered("decoder.block", sizes.layers),
+        labelled(*sizes.of_batch),
     )
 
 
