@@ -31,6 +31,7 @@ from autosac.tracing import draws
 from autosac.tracing import trace as tracing
 from benchmarks.environment import MIB, environment
 from benchmarks.models.drawn import build_small
+from benchmarks.models.workload import profile_of
 
 RESULTS = Path(__file__).parent / "results"
 MODELS = (
@@ -120,16 +121,7 @@ def _row(name: str, broken: list[str]) -> str:
 
 
 def _profiled(name: str) -> autosac.Profile:
-    work = build_small(name)
-    torch.manual_seed(0)
-    model = work.make_model()
-    profile = autosac.profile(
-        model,
-        work.make_inputs(),
-        loss_fn=work.loss_fn,
-        optimizer=work.make_optimizer(model),
-    )
-    return autosac.calibrate(profile, progress=False)
+    return autosac.calibrate(profile_of(build_small(name)), progress=False)
 
 
 def _variants(profile: autosac.Profile) -> Iterator[TracedStep]:

@@ -28,12 +28,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autosac import OptimizerInBackward, calibrate, floor, profile
+from autosac import OptimizerInBackward, calibrate, floor
 from autosac.planning.make_plan import make_plan
 from autosac.units.matching import chosen_by
 from autosac.verification.verifying import Recipe, verify_each
 from benchmarks.environment import environment
 from benchmarks.models import Workload, zoo
+from benchmarks.models.workload import profile_of
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = (0.0, 0.3, 0.6, 0.9)  # of the way from the floor to the plain step's peak
@@ -214,16 +215,7 @@ def run(job: tuple[str, str]) -> list[Cell]:
     name, setting_name = job
     setting = settings()[setting_name]
     work = with_setting(zoo()[name], setting)
-    torch.manual_seed(0)
-    model = work.make_model()
-    modelled = profile(
-        model,
-        work.make_inputs(),
-        loss_fn=work.loss_fn,
-        optimizer=work.make_optimizer(model),
-        **setting.options,
-    )
-    del model
+    modelled = profile_of(work, **setting.options)
     traced = calibrate(modelled)
     lowest, baseline = floor(traced), traced.baseline_peak_bytes
     budgets = [int(lowest + share * (baseline - lowest)) for share in SHARES]

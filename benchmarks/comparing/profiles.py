@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import torch
-
 import autosac
-from benchmarks.models import Workload
+from benchmarks.models.workload import Workload, profile_of
 
 
 def calibrated_profile(work: Workload) -> autosac.Profile:
     """The step of a workload, always with the same parameters, with measured costs."""
-    torch.manual_seed(0)
-    model = work.make_model()
     return autosac.calibrate(
-        autosac.profile(
-            model,
-            work.make_inputs(),
-            loss_fn=work.loss_fn,
-            optimizer=work.make_optimizer(model),
-        ),
+        profile_of(work),
         refresh=True,  # cached times may be those of a busy machine
         progress=False,
     )

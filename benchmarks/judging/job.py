@@ -34,7 +34,7 @@ from autosac.verification.verifying import (
     verify_each,
 )
 from benchmarks.models.drawn import NotBuiltError, build_small
-from benchmarks.models.workload import Workload, on_device
+from benchmarks.models.workload import Workload, on_device, profile_of
 
 Record = dict[str, Any]
 SHARES = (0.05, 0.4, 0.8)  # of the way from the floor to the plain step's peak
@@ -219,14 +219,7 @@ def _judge(name: str, notes: _Notes, device: str) -> None:
 
 def _profiled(work: Workload, notes: _Notes) -> autosac.Profile:
     with notes.phase(TRACE):
-        torch.manual_seed(0)
-        model = work.make_model()
-        profile = autosac.profile(
-            model,
-            work.make_inputs(),
-            loss_fn=work.loss_fn,
-            optimizer=work.make_optimizer(model),
-        )
+        profile = profile_of(work)
     with notes.phase(CALIBRATE):
         return autosac.calibrate(profile, progress=False)
 

@@ -11,6 +11,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
+from autosac import Profile, profile
+
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
@@ -33,6 +35,24 @@ class Workload:
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     blocks: tuple[str, ...]
     loss_bytes: int = 0
+
+
+def profile_of(work: Workload, **options: Any) -> Profile:
+    """The step of a workload, always with the same parameters.
+
+    Args:
+        work: The step.
+        options: As `autosac.profile` takes them.
+    """
+    torch.manual_seed(0)
+    model = work.make_model()
+    return profile(
+        model,
+        work.make_inputs(),
+        loss_fn=work.loss_fn,
+        optimizer=work.make_optimizer(model),
+        **options,
+    )
 
 
 def on_device(work: Workload, device: str) -> Workload:
