@@ -9,8 +9,6 @@ from autosac.graphs.joint_graphs import given_graph, joint_graph
 from autosac.verification.measuring import measure_peak
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-ADD = torch.ops.aten.add.Tensor
-ADD_IN_PLACE = torch.ops.aten.add_.Tensor
 
 
 def dies(loss, first, second, total):

@@ -22,8 +22,6 @@ from autosac.solving.statistics_problem import formulate
 from benchmarks.rivals.sac_milp import chain_of_step
 from tests.test_statistics import squared_error, watched
 
-MIB = 2**20
-
 
 class ConvNet(nn.Module):
     """Nested blocks with residuals and batch norms."""

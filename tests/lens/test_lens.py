@@ -20,18 +20,6 @@ IMAGES = torch.zeros(2, 3, 16, 16)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def old_cudnn(monkeypatch):
-    """Flash attention comes first on every GPU unless a test says otherwise."""
-    monkeypatch.setattr(attention_choice, "cudnn_version", lambda: 91002)
-
-
-def names(traced, *phases):
-    """Names of the ops of a profile that do some work."""
-    chosen = phases or ("forward",)
-    return [op.name for op in traced.tape.ops if op.phase in chosen and not op.is_view]
-
-
 # --- the ops are those of the GPU -------------------------------------------------
 
 

@@ -11,7 +11,6 @@ from autosac import _compat_fakes, _compat_gpu
 from autosac.cli.demo import GPT, next_token_loss
 from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.errors import InfeasibleBudgetError
-from autosac.lens import attention_choice
 from autosac.lens.mode import lens
 from autosac.planning.dry_running import difference_in_dry_run
 from autosac.planning.make_plan import floor, make_plan
@@ -19,25 +18,18 @@ from autosac.profiles.profile import profile
 from tests.fake_gpu import Attention, Language
 from tests.models import CASES, random_choice
 
-A100, H100, MI300X = map(device_spec, ("a100", "h100", "mi300x"))
-BFLOAT16, HALF, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
+A100, H100 = map(device_spec, ("a100", "h100"))
+BFLOAT16 = torch.bfloat16
 IDS = torch.zeros(4, 16, dtype=torch.long)
-IMAGES = torch.zeros(2, 3, 16, 16)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture(autouse=True)
-def old_cudnn(monkeypatch):
-    """Flash attention comes first on every GPU unless a test says otherwise."""
-    monkeypatch.setattr(attention_choice, "cudnn_version", lambda: 91002)
-
-
-def names(traced, *phases):
-    """Names of the ops of a profile that do some work."""
-    chosen = phases or ("forward",)
-    return [op.name for op in traced.tape.ops if op.phase in chosen and not op.is_view]
+def names(traced, phase):
+    """Names of the ops of a phase of a profile that do some work."""
+    ops = traced.tape.ops
+    return [op.name for op in ops if op.phase == phase and not op.is_view]
 
 
 # --- optimizers -------------------------------------------------------------------

@@ -9,8 +9,6 @@ from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedErro
 from autosac.planning import allocator_advice
 from tests.models import CASES
 
-MIB = 2**20
-
 
 @pytest.fixture(scope="module")
 def traced():

@@ -22,11 +22,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def traced():
-    return SMALL_GPT.profile(torch.optim.AdamW)
-
-
-@pytest.fixture(scope="module")
 def tight(traced):
     """A plan of units, of which some are parts of a chain or a nest."""
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))

@@ -20,21 +20,8 @@ from autosac.planning import plotting as plan_pictures
 from autosac.planning.checking import chosen
 from autosac.profiles.memory_history import history
 from autosac.step.tape import CATEGORIES
-from tests.models import SMALL_GPT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def traced():
-    return SMALL_GPT.profile(torch.optim.AdamW)
-
-
-@pytest.fixture(scope="module")
-def plan(traced):
-    lowest = autosac.floor(traced)
-    budget = (2 * lowest + traced.baseline_peak_bytes) // 3
-    return autosac.plan(traced, memory_budget=budget)
 
 
 @pytest.fixture(scope="module")

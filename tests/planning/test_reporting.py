@@ -13,21 +13,9 @@ from autosac.planning.checking import chosen
 from autosac.quantities import format_bytes
 from autosac.solvers import sac
 from autosac.units import curves
-from tests.models import CASES, SMALL_GPT
+from tests.models import CASES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-@pytest.fixture(scope="module")
-def traced():
-    return SMALL_GPT.profile(torch.optim.AdamW)
-
-
-@pytest.fixture(scope="module")
-def plan(traced):
-    lowest = autosac.floor(traced)
-    budget = (2 * lowest + traced.baseline_peak_bytes) // 3
-    return autosac.plan(traced, memory_budget=budget)
 
 
 @pytest.fixture(scope="module")
