@@ -14,6 +14,7 @@ from torch import nn
 
 import autosac
 from autosac.checkpointing import installing
+from autosac.checkpointing.running_step import Step
 from autosac.devices.links import Link
 from autosac.devices.specs import device_spec
 from autosac.errors import InfeasibleBudgetError
@@ -54,7 +55,7 @@ def planned(
 
 def install(profile: autosac.Profile, choice: Choice, model: nn.Module) -> None:
     """Let a model recompute what is chosen."""
-    step = installing.Step(offload_dir=FAST_FILES)
+    step = Step(offload_dir=FAST_FILES)
     installing.install(model, spell_out(profile, choice), step)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 import autosac
 from autosac import far_memory
 from autosac.checkpointing import installing
+from autosac.checkpointing.running_step import Step
 from autosac.errors import ArgumentError, InfeasibleBudgetError, PlanMismatchError
 from autosac.far_memory import FarMemory
 from autosac.planning.dry_running import difference_in_dry_run
@@ -86,7 +87,7 @@ class Applied:
     bytes_per_s: float | None = None
 
     def apply(self, model):
-        step = installing.Step()
+        step = Step()
         threads = {} if self.bytes_per_s is None else {"at_once_bytes": 0}
         step.memory = FarMemory(bytes_per_s=self.bytes_per_s, **threads)
         installing.install(model, self.policies, step)

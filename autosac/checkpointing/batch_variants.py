@@ -18,13 +18,9 @@ from autosac import _compat, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import thread
-from autosac.checkpointing.installing import (
-    CountedForward,
-    Step,
-    install,
-    remove,
-)
+from autosac.checkpointing.installing import CountedForward, install, remove
 from autosac.checkpointing.optimizer_states import OptimizerStates
+from autosac.checkpointing.running_step import Step
 from autosac.checkpointing.stand_ins import Places, StandIn
 from autosac.checkpointing.training_habits import Facts, TrainingHabits
 from autosac.step.arguments import warn

@@ -14,7 +14,7 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from autosac._compat_distributed import unwrapped
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.far_places import Place, is_storage
+from autosac.checkpointing.running_step import Step
 from autosac.checkpointing.stand_ins import StandIn, warn_of_transform
 from autosac.checkpointing.tensor_parts import (
     Layout,
@@ -34,9 +35,6 @@ from autosac.checkpointing.tensor_parts import (
 )
 from autosac.far_memory import FarMemory
 from autosac.units.policies import OpPolicy
-
-if TYPE_CHECKING:
-    from autosac.checkpointing.installing import Step
 
 _WHOLE = "the whole model"  # its name in messages
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from autosac._compat_distributed import sharding_mesh
 from autosac.checkpointing import installing
+from autosac.checkpointing.running_step import Step
 from autosac.errors import ArgumentError
 from autosac.parallel import fsdp_applying
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
@@ -268,7 +269,7 @@ class ParallelPlan(Summarized):
             mesh = sharding_mesh(mesh, "shard", "cp")
         elif self.tensor.degree > 1:
             mesh = mesh[self.sharding.mesh_dim_names]
-        step = installing.Step(offload_dir=self.offload_dir)
+        step = Step(offload_dir=self.offload_dir)
         installing.install(model, self.op_policies, step)
         fsdp_applying.shard(model, self.sharding, mesh)
         fsdp_applying.reduce_always(model)

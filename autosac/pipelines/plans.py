@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from autosac import _compat_pipelining
 from autosac._compat_distributed import sharding_mesh
 from autosac.checkpointing import installing
+from autosac.checkpointing.running_step import Step
 from autosac.errors import ArgumentError
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.divided_loss import loss_for
@@ -273,7 +274,7 @@ class PipelinePlan(Summarized):
                 self.tensor.within(plan.fqns).apply(module, mesh["tp"])
             if self.context.degree > 1:
                 self.context.within(plan.fqns).apply(module, mesh["cp"])
-            step = installing.Step(offload_dir=self.offload_dir)
+            step = Step(offload_dir=self.offload_dir)
             installing.install(module, plan.op_policies, step)
             if self.parallel.degree > 1:
                 self._shard(module, mesh)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autosac.solvers.curves import curve, fitting, knapsack
+from autosac.solvers.curves.save_problem import SaveProblem
 from autosac.units.chains import Block, Chain
 from autosac.units.policies import (
     RERUN,
@@ -21,6 +22,7 @@ from autosac.units.policies import (
 from autosac.units.unit import Unit
 
 _NUM_POINTS = (24, 32, 48, 64, 128, 256, 512, 1024)  # of a curve
+_NUM_SHARES = 4  # of a chain that are looked at, 1 among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,25 +107,21 @@ class UnitCurve:
         return policy_of(self.front, first_within(self.front, most - wanted))
 
 
-def save_problem(
-    unit: Unit, *, capacity_bytes: int | None = None
-) -> knapsack.SaveProblem:
+def save_problem(unit: Unit) -> SaveProblem:
     """The choice of what to save in a unit, for the solver."""
     groups = unit.groups
 
     def where(flag: str) -> frozenset[int]:
         return frozenset(i for i, group in enumerate(groups) if getattr(group, flag))
 
-    if capacity_bytes is None:
-        capacity_bytes = sum(group.saved_bytes for group in groups)
-    return knapsack.SaveProblem(
+    return SaveProblem(
         saved_bytes=tuple(group.saved_bytes for group in groups),
         runtime_ms=tuple(group.runtime_ms for group in groups),
         inputs=tuple(group.inputs for group in groups),
         needed=where("needed"),
         pinned=where("pinned"),
         unsavable=where("unsavable"),
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=sum(group.saved_bytes for group in groups),
         fixed_ms=unit.followed_ms,
     )
 
@@ -195,26 +193,25 @@ def first_within(front: knapsack.Front, most_bytes: float) -> int:
 
 
 def chain_trade_off(
-    chain: Chain, of_blocks: Sequence[UnitCurve | None], *, num_points: int = 4
+    chain: Chain, of_blocks: Sequence[UnitCurve | None]
 ) -> UnitCurve | None:
     """Points at which all blocks of a chain recompute about the same share.
 
     Args:
         chain: The chain.
         of_blocks: Curve of each block.
-        num_points: How many shares to look at, 1 among them.
 
     Returns:
         The points that no other one beats; None if a block frees nothing by itself or
         cannot be run twice.
     """
     freed: dict[int, tuple[float, Policy]] = {}
-    for k in range(num_points):
+    for k in range(_NUM_SHARES):
         parts = []
         for block, block_curve in zip(chain.blocks, of_blocks, strict=True):
             if block_curve is None:
                 return None
-            place = (len(block_curve.policies) - 1) * (k + 1) // num_points
+            place = (len(block_curve.policies) - 1) * (k + 1) // _NUM_SHARES
             part = made_onward(block, block_curve.policies[place])
             if part is None:
                 return None

@@ -19,13 +19,11 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:  # only its fields are read
-    from .knapsack import SaveProblem
+from .save_problem import SaveProblem
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]

@@ -4,24 +4,22 @@ At a price of L ms per byte the best save set minimises
 
     sum_g t_g e_g + L sum_g m_g s_g
 
-under rows (2) to (5) of `knapsack.py`. With a_g = s_g + e_g every row is e_g <= a_h,
-a_g = 1, e_g <= a_g or a bound: differences of two variables, so the matrix is totally
-unimodular, the linear program has whole solutions, and each is a vertex of the hull (a
-minimum cut, as in PyTorch's partitioner: torch/_functorch/partitioners.py). A vertex
-between two others is sought at the price at which these two cost the same.
+under rows (2) to (5) of `save_problem.py`. With a_g = s_g + e_g every row is
+e_g <= a_h, a_g = 1, e_g <= a_g or a bound: differences of two variables, so the matrix
+is totally unimodular, the linear program has whole solutions, and each is a vertex of
+the hull (a minimum cut, as in PyTorch's partitioner: torch/_functorch/partitioners.py).
+A vertex between two others is sought at the price at which these two cost the same.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from ..milp import linear_program as linear
-
-if TYPE_CHECKING:  # only its fields are read
-    from .knapsack import SaveProblem
+from .save_problem import SaveProblem
 
 _Flags = npt.NDArray[np.bool_]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import overload
 
 from autosac.solvers.curves import knapsack
-from autosac.solvers.curves.knapsack import SaveProblem
+from autosac.solvers.curves.save_problem import SaveProblem
 from autosac.solvers.sac import SacProblem, SacSolution, Unit, live_bytes
 from tests.solvers.save_solutions import SaveSolution, saved_bytes
 

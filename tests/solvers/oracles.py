@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from itertools import product
 
-from autosac.solvers.curves.knapsack import SaveProblem
+from autosac.solvers.curves.save_problem import SaveProblem
 from autosac.solvers.graph.recomputation import (
     GraphProblem,
     Position,

@@ -1,8 +1,8 @@
 """The save-or-rerun choice as a MILP: an oracle for the dynamic program.
 
-It shares no code with `solvers.curves.front`. The rows are those that
-`solvers.curves.knapsack` states. e_g may stay continuous: times are not negative, so
-with s_g fixed to 0 or 1 the least e_g that keep (2) and (3) are 0 or 1. Of equally fast
+It shares no code with `solvers.curves.front`. The rows are those of
+`solvers.curves.save_problem`. e_g may stay continuous: times are not negative, so with
+s_g fixed to 0 or 1 the least e_g that keep (2) and (3) are 0 or 1. Of equally fast
 solutions the one with the fewest bytes is taken, by a second solve.
 """
 
@@ -14,11 +14,8 @@ from time import perf_counter
 
 import pulp
 
-from autosac.solvers.curves.knapsack import (
-    SaveProblem,
-    recompute_ms,
-    rerun_closure,
-)
+from autosac.solvers.curves.knapsack import recompute_ms, rerun_closure
+from autosac.solvers.curves.save_problem import SaveProblem
 from autosac.solvers.milp import pulp_models, pulp_runner
 from autosac.solvers.milp.solution import Backend, Termination
 from tests.solvers.save_solutions import SaveSolution, saved_bytes

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import compress
 
-from autosac.solvers.curves.knapsack import Front, SaveProblem, front, recompute_ms
+from autosac.solvers.curves.knapsack import Front, front, recompute_ms
+from autosac.solvers.curves.save_problem import SaveProblem
 from autosac.solvers.milp.solution import Solution, Termination
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from autosac.solvers.curves.curve import TradeoffCurve
-from autosac.solvers.curves.knapsack import SaveProblem
+from autosac.solvers.curves.save_problem import SaveProblem
 from autosac.solvers.graph.recomputation import GraphProblem
 from autosac.solvers.sac import Breakpoint, Hold, SacProblem, Unit
 

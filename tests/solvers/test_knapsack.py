@@ -9,12 +9,8 @@ from hypothesis import strategies as st
 
 from autosac.solvers.curves import knapsack
 from autosac.solvers.curves.front import save_front
-from autosac.solvers.curves.knapsack import (
-    SaveProblem,
-    front,
-    recompute_ms,
-    rerun_closure,
-)
+from autosac.solvers.curves.knapsack import front, recompute_ms, rerun_closure
+from autosac.solvers.curves.save_problem import SaveProblem
 from autosac.solvers.milp.solution import Termination
 from tests.examples import examples
 from tests.solvers.check import violations
