@@ -161,23 +161,29 @@ def runs(problem, kept):
     ]
 
 
-@examples(60)
-@given(problem=graph_problems(most=5), data=st.data())
-def test_relaxations_and_reduced_costs_cut_off_no_better_choice(problem, data):
+def rows_and_optimum(problem, data):
+    """A model with rows for all positions of a drawn budget, and its least time."""
     budget = budgets_of(problem, data)
     fitting = [cost for peak, cost in every_kept_set(problem) if peak <= budget]
     assume(fitting)
     model = GraphModel(problem, budget_bytes=budget)
     for moment in timeline(problem, problem.kept_plainly):
         model.add_row(moment.position)
+    return model, min(fitting)
+
+
+@examples(60)
+@given(problem=graph_problems(most=5), data=st.data())
+def test_relaxations_and_reduced_costs_cut_off_no_better_choice(problem, data):
+    model, least_ms = rows_and_optimum(problem, data)
     outcome = pulp_runner.run(model.model, relaxed=True)
     assume(outcome.bound is not None)
 
     bound_ms = outcome.bound / model.time_scale - model.tie_break_ms
-    assert bound_ms <= min(fitting) + 1e-6
-    model.fix(min(fitting))
+    assert bound_ms <= least_ms + 1e-6
+    model.fix(least_ms)
     again = pulp_runner.run(model.model)
-    assert again.bound / model.time_scale <= min(fitting) + model.tie_break_ms + 1e-6
+    assert again.bound / model.time_scale <= least_ms + model.tie_break_ms + 1e-6
 
 
 @examples(40)
@@ -198,23 +204,18 @@ def test_a_known_choice_is_never_made_worse(problem, data):
 @examples(60)
 @given(problem=graph_problems(most=5), data=st.data())
 def test_rounded_rows_cut_off_no_better_choice(problem, data):
-    budget = budgets_of(problem, data)
-    fitting = [cost for peak, cost in every_kept_set(problem) if peak <= budget]
-    assume(fitting)
-    model = GraphModel(problem, budget_bytes=budget)
-    for moment in timeline(problem, problem.kept_plainly):
-        model.add_row(moment.position)
+    model, least_ms = rows_and_optimum(problem, data)
 
     for _ in range(5):
         outcome = pulp_runner.run(model.model, relaxed=True)
         assume(outcome.bound is not None)
         bound_ms = outcome.bound / model.time_scale - model.tie_break_ms
-        assert bound_ms <= min(fitting) + 1e-6
+        assert bound_ms <= least_ms + 1e-6
         if not rounding.add_rounded_rows(model):
             break
 
     best = pulp_runner.run(model.model)
-    assert best.bound / model.time_scale <= min(fitting) + model.tie_break_ms + 1e-6
+    assert best.bound / model.time_scale <= least_ms + model.tie_break_ms + 1e-6
 
 
 def test_rounded_rows_know_that_ten_hold_two_of_four():

@@ -95,6 +95,11 @@ def test_values_at_a_known_point_lie_between_those_of_its_neighbours(share):
     assert values.tolist() == [4.0, 4.0 + 4.0 * share, 8.0]
 
 
+def search_of(problem, **options):
+    limits = {"backend": "highs", "time_limit_s": None, "relative_gap": 0.0}
+    return Search(Table(problem), units=[0], **limits, **options)
+
+
 def test_points_are_mixed_at_will_where_no_time_is_proven_yet():
     # One unit that frees enough for nothing: the relaxation takes no time.
     free = replace(
@@ -102,13 +107,7 @@ def test_points_are_mixed_at_will_where_no_time_is_proven_yet():
         points=(sac.Breakpoint(ratio=1.0, freed_bytes=10, recompute_ms=0.0),),
     )
     problem = sac.SacProblem(units=(free,), base_bytes=(20, 0), budget_bytes=10)
-    search = Search(
-        Table(problem),
-        units=[0],
-        backend="highs",
-        time_limit_s=None,
-        relative_gap=0.0,
-    )
+    search = search_of(problem)
 
     assert search._tolerance_ms(np.inf) == np.inf
     assert search._tolerance_ms(1.0) == 0.0
@@ -142,14 +141,7 @@ def test_reduced_costs_count_from_the_relaxation_whatever_was_known_before():
         points=(sac.Breakpoint(ratio=1.0, freed_bytes=10, recompute_ms=6.0),),
     )
     problem = sac.SacProblem(units=(two,), base_bytes=(20, 0), budget_bytes=15)
-    search = Search(
-        Table(problem),
-        units=[0],
-        backend="highs",
-        time_limit_s=None,
-        relative_gap=0.0,
-        least_ms=6.0,
-    )
+    search = search_of(problem, least_ms=6.0)
     search.relax(15)
 
     assert search._relaxed == pytest.approx(3.0)  # half of the unit
