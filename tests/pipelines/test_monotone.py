@@ -75,6 +75,7 @@ def assert_monotone(draw, num_layers, num_gpus, **options):
         plan(num_layers, 1000, **case)
     least_bytes = caught.value.lowest_peak_bytes
     fastest = plan(num_layers, 2**40, **case)
+    assert not any(stage.policy for stage in fastest.stage_plans)
     between = int(draw.random() * (fastest.peak_bytes - least_bytes))
     budgets = least_bytes, least_bytes + between
     times = [step_ms(num_layers, budget, **case) for budget in budgets]

@@ -134,19 +134,6 @@ def test_no_cuts_micro_batches_or_schedules_give_a_faster_step():
     assert own.peak_bytes <= budget_bytes
 
 
-@pytest.mark.slow
-def test_more_memory_is_never_slower():
-    model = Model(2).to("meta")
-    options = {"cluster": CLUSTER, "schedules": ["1F1B"]}
-    lowest_bytes = least_peak(model, **options)
-    budgets = lowest_bytes, int(1.05 * lowest_bytes), "1GiB"
-    plans = [plan(model, budget, **options) for budget in budgets]
-    times = [own.step_ms for own in plans]
-    assert times == sorted(times, reverse=True)
-    assert any(stage.policy for stage in plans[0].stage_plans)
-    assert not any(stage.policy for stage in plans[-1].stage_plans)
-
-
 def test_stages_are_the_model_under_its_own_names():
     model = Model()
     inputs, _ = tokens(1)

@@ -297,7 +297,7 @@ def on_gpus(memory_budget, num_gpus=4, **options):
         **{
             "num_ranks": None,
             "num_micro_batches": None,
-            "global_batch": 8,
+            "global_batch": 4,
             "mesh": {"pp": None, "fsdp": None, "cp": None},
             "cluster": NODES.resized(num_gpus),
             **options,
