@@ -34,34 +34,6 @@ _SMALLEST_FILE_BYTES, _LARGEST_FILE_BYTES = 2**20, 2**30  # that tensors share
 _ALIGNED_BYTES = 64
 
 
-class Sent(Protocol):
-    """The bytes of a storage on their way to far memory, or there."""
-
-    def wait(self) -> None:
-        """Wait until the program may let go of the storage.
-
-        Raises:
-            Exception: Whatever the copy raised.
-        """
-
-    def begin(self, target: torch.Tensor) -> None:
-        """Begin to copy the bytes back, beside the program.
-
-        Args:
-            target: All bytes of a new storage, shape (num_bytes,).
-        """
-
-    def fetch(self, target: torch.Tensor) -> None:
-        """Copy the bytes back, or wait until that is done if it has begun.
-
-        Args:
-            target: As in `begin`.
-        """
-
-    def release(self) -> None:
-        """Give the buffer back to the pool; it may be called more than once."""
-
-
 class Copy(Protocol):
     """A copy that runs beside the program."""
 
@@ -74,6 +46,9 @@ class Copy(Protocol):
 
     def settle(self) -> None:
         """Wait until the host may read the target as well."""
+
+    def then(self, done: Callable[[], None]) -> None:
+        """Call a function once a later copy out may write to the buffer here."""
 
 
 class FarMemory:
@@ -136,10 +111,7 @@ class FarMemory:
             except BaseException:
                 self.take_back(key, None)
                 raise
-        if key[0] == "cuda":
-            return _Streamed(self, buffer, source)
-        kind = _AtOnce if key[1] <= self.at_once_bytes else _Threaded
-        return kind(self, buffer, source)
+        return Sent(self, buffer, source)
 
     def new(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         """A tensor here of the layout of another one without holes, and not filled.
@@ -196,7 +168,7 @@ class FarMemory:
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(stream)
-        return _Stream(device, event)
+        return _Stream(device, event, way)
 
     def take_back(self, key: tuple[str, int], buffer: torch.Tensor | None) -> None:
         """Keep a buffer for the next step.
@@ -263,6 +235,10 @@ class _Done:
     def settle(self) -> None:
         """As `Copy.settle`."""
 
+    def then(self, done: Callable[[], None]) -> None:
+        """As `Copy.then`."""
+        done()
+
 
 _DONE = _Done()
 
@@ -281,6 +257,11 @@ class _Thread:
         """As `Copy.settle`."""
         self.future.result()
 
+    def then(self, done: Callable[[], None]) -> None:
+        """As `Copy.then`; a copy that has not begun is left out."""
+        self.future.cancel()
+        self.future.add_done_callback(lambda _: done())
+
 
 @dataclass(frozen=True, slots=True)
 class _Stream:
@@ -291,6 +272,7 @@ class _Stream:
 
     device: torch.device
     event: torch.cuda.Event
+    way: Way
 
     def wait(self) -> None:
         """As `Copy.wait`."""
@@ -300,9 +282,23 @@ class _Stream:
         """As `Copy.settle`."""
         self.event.synchronize()
 
+    def then(self, done: Callable[[], None]) -> None:
+        """As `Copy.then`: copies out follow one another in any case."""
+        if self.way == "back":
+            self.wait()
+        done()
 
-class _Buffered:
-    """What both kinds of copies have in common: the buffer."""
+
+class Sent:
+    """The bytes of a storage on their way to a buffer of far memory, or there.
+
+    Args:
+        memory: Whose buffer it is.
+        buffer: Of as many bytes as the storage.
+        source: All bytes of the storage, shape (num_bytes,).
+    """
+
+    _out: Copy = _DONE  # until it has begun
 
     def __init__(
         self, memory: FarMemory, buffer: torch.Tensor, source: torch.Tensor
@@ -310,117 +306,24 @@ class _Buffered:
         self._memory = memory
         self._buffer: torch.Tensor | None = buffer
         self._key = (source.device.type, source.numel())
-
-    def _hand_back(self) -> None:
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            self._memory.take_back(self._key, buffer)
-
-    def __del__(self) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """As `Sent.release`."""
-        self._hand_back()
-
-
-class _AtOnce(_Buffered):
-    """A copy by the program itself: a small one is done before a thread has it."""
-
-    def __init__(
-        self, memory: FarMemory, buffer: torch.Tensor, source: torch.Tensor
-    ) -> None:
-        super().__init__(memory, buffer, source)
-        _copy([buffer, source], memory)
-
-    def wait(self) -> None:
-        """As `Sent.wait`: it is over."""
-
-    def begin(self, target: torch.Tensor) -> None:
-        """As `Sent.begin`: nothing is there to be done beside the program."""
-
-    def fetch(self, target: torch.Tensor) -> None:
-        """As `Sent.fetch`."""
-        assert self._buffer is not None
-        _copy([target, self._buffer], self._memory)
-
-
-class _Threaded(_Buffered):
-    """A copy by a thread."""
-
-    def __init__(
-        self,
-        memory: FarMemory,
-        buffer: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
-        super().__init__(memory, buffer, source)
-        self._back: Future[None] | None = None
-        self._out: Future[None] = memory.executor("out").submit(
-            _copy, [buffer, source], memory
-        )
-
-    def wait(self) -> None:
-        """As `Sent.wait`."""
-        self._out.result()
-
-    def begin(self, target: torch.Tensor) -> None:
-        """As `Sent.begin`."""
-        assert self._buffer is not None
-        self.wait()
-        if self._back is None:
-            box = [target, self._buffer]
-            thread = self._memory.executor("back")
-            self._back = thread.submit(_copy, box, self._memory)
-
-    def fetch(self, target: torch.Tensor) -> None:
-        """As `Sent.fetch`."""
-        back, self._back = self._back, None
-        if back is not None:
-            back.result()
-            return
-        self.wait()
-        assert self._buffer is not None
-        _copy([target, self._buffer], self._memory)
-
-    def release(self) -> None:
-        """As `Sent.release`; a copy that still runs ends first."""
-        if self._buffer is not None:
-            future = self.__dict__.get("_back") or self.__dict__.get("_out")
-            if future is None or future.cancel() or future.done():
-                self._hand_back()
-            else:
-                key, buffer = self._key, self._buffer
-                memory, self._buffer = self._memory, None
-                future.add_done_callback(lambda _: memory.take_back(key, buffer))
-
-
-def _copy(box: list[torch.Tensor], memory: FarMemory) -> None:
-    source, target = box.pop(), box.pop()
-    with _compat.no_modes(), torch.no_grad():
-        target.copy_(source)
-    memory.linger(source.nbytes)
-
-
-class _Streamed(_Buffered):
-    """A copy on a stream of its own, into pinned memory."""
-
-    def __init__(
-        self,
-        memory: FarMemory,
-        buffer: torch.Tensor,
-        source: torch.Tensor,
-    ) -> None:
-        super().__init__(memory, buffer, source)
         self._back: tuple[Copy, torch.Tensor] | None = None
         self._out = memory.begin_copy(buffer, source, "out")
 
     def wait(self) -> None:
-        """As `Sent.wait`."""
+        """Wait until the program may let go of the storage.
+
+        Raises:
+            Exception: Whatever the copy raised.
+        """
         self._out.wait()
 
     def begin(self, target: torch.Tensor) -> None:
-        """As `Sent.begin`; what is copied into stays until the program has waited."""
+        """Begin to copy the bytes back, beside the program.
+
+        Args:
+            target: All bytes of a new storage, shape (num_bytes,). It stays until the
+                program has waited.
+        """
         assert self._buffer is not None
         if self._back is None:
             self.wait()
@@ -428,25 +331,34 @@ class _Streamed(_Buffered):
             self._back = back, target
 
     def fetch(self, target: torch.Tensor) -> None:
-        """As `Sent.fetch`, on the stream of the kernels that read it.
+        """Copy the bytes back, or wait until that is done if it has begun.
 
-        The next copy into the buffer waits for that stream.
+        Args:
+            target: As in `begin`. On a GPU the kernels that follow may read it.
         """
-        if self._back is not None:
-            self._wait_back()
+        back, self._back = self._back, None
+        if back is not None:
+            back[0].wait()
             return
         self.wait()
         assert self._buffer is not None
-        with _compat.no_modes(), torch.no_grad():
-            target.copy_(self._buffer, non_blocking=True)
+        _copy([target, self._buffer], self._memory)
 
     def release(self) -> None:
-        """As `Sent.release`; the program waits for a copy back that has begun."""
-        if self.__dict__.get("_back") is not None:
-            self._wait_back()
-        self._hand_back()
+        """Give the buffer back once no copy needs it; it may be called again."""
+        buffer, self._buffer = self._buffer, None
+        back, self._back = self._back, None
+        if buffer is not None:
+            memory, key = self._memory, self._key
+            last = self._out if back is None else back[0]
+            last.then(lambda: memory.take_back(key, buffer))
 
-    def _wait_back(self) -> None:
-        assert self._back is not None
-        self._back[0].wait()
-        self._back = None
+    def __del__(self) -> None:
+        self.release()
+
+
+def _copy(box: list[torch.Tensor], memory: FarMemory) -> None:
+    source, target = box.pop(), box.pop()
+    with _compat.no_modes(), torch.no_grad():
+        target.copy_(source, non_blocking=True)  # so that the host waits for no GPU
+    memory.linger(source.nbytes)

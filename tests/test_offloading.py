@@ -197,13 +197,13 @@ def test_copies_back_begin_before_reruns_where_they_are_prefetched(
 ):
     monkeypatch.setattr(planned[1], "at_once_bytes", 0)
     begun = []
-    begin = far_memory._Threaded.begin
+    begin = far_memory.Sent.begin
 
     def noted(sent, target):
         begun.append(sent._back is None)
         begin(sent, target)
 
-    monkeypatch.setattr(far_memory._Threaded, "begin", noted)
+    monkeypatch.setattr(far_memory.Sent, "begin", noted)
     train(STEPS["blocks"], planned[0], steps=1)
     assert sum(begun) == sum(num_copies(*item) for item in lowest.items())
 
