@@ -20,7 +20,8 @@ def check_step(profile: Profile) -> None:
     if profile.step.finds_gradients:
         raise ValueError(
             "The trace begins with whole gradients of earlier steps, which FSDP2 keeps"
-            " as shards; trace it with `profiling.as_sharded`."
+            " as shards; trace it with"
+            " `autosac.profiles.compute_dtype.as_sharded`."
         )
     if isinstance(profile.step.optimizer, OptimizerInBackward):
         raise UnsupportedError(
@@ -49,7 +50,8 @@ def check_types(profile: Profile, sharding: Sharding) -> None:
     if name != sharding.param_dtype:
         raise ValueError(
             f"`param_dtype`={sharding.param_dtype!r}, but the step was traced with"
-            f" compute_dtype={name!r}; trace it with `profiling.in_compute_dtype`."
+            f" compute_dtype={name!r}; trace it with"
+            " `autosac.profiles.compute_dtype.in_compute_dtype`."
         )
 
 

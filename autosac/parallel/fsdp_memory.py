@@ -108,7 +108,7 @@ class RankSimulator:
 
     Args:
         profile: The traced step; for a mixed-precision policy traced with
-            `profiling.in_compute_dtype`.
+            `profiles.compute_dtype.in_compute_dtype`.
         copies: Collectives copy what they send. By default they do on the CPU, as gloo
             does, and not on a GPU, as NCCL does not.
         adds_unsharded: Gradients of several micro-batches add up before they are

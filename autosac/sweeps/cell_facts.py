@@ -100,14 +100,26 @@ def text_of(value: Any) -> str:
     Raises:
         ValueError: Nothing tells such values apart.
     """
+    return _text_of(value, ())
+
+
+def _text_of(value: Any, around: tuple[types.FunctionType, ...]) -> str:
+    """The text of a value that some functions reach; these may reach themselves."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+
+    def texts(values: Iterable[Any]) -> str:
+        return ", ".join(_text_of(one, around) for one in values)
+
     if isinstance(value, Mapping):
-        return f"{kind}({_texts(part for item in value.items() for part in item)})"
+        return f"{kind}({texts(part for item in value.items() for part in item)})"
     if isinstance(value, (list, tuple)):
-        return f"{kind}({_texts(value)})"
+        return f"{kind}({texts(value)})"
     if isinstance(value, functools.partial):
-        return f"{kind}({_texts((value.func, value.args, value.keywords))})"
+        return f"{kind}({texts((value.func, value.args, value.keywords))})"
     if isinstance(value, types.FunctionType):
+        if value in around:
+            return f"{kind} {value.__qualname__}"
+        around += (value,)
         code = value.__code__
         plain = [part for part in code.co_consts if not isinstance(part, type(code))]
         cells = [cell.cell_contents for cell in value.__closure__ or ()]
@@ -115,9 +127,9 @@ def text_of(value: Any) -> str:
             value.__module__, value.__qualname__, code.co_firstlineno, code.co_code,
             code.co_names, plain, value.__defaults__, value.__kwdefaults__, cells,
         )  # fmt: skip
-        return f"{kind}({_texts(parts)})"
+        return f"{kind}({texts(parts)})"
     if is_dataclass(value) and not isinstance(value, type):
-        return f"{kind}({_texts(getattr(value, f.name) for f in fields(value))})"
+        return f"{kind}({texts(getattr(value, f.name) for f in fields(value))})"
     try:
         return f"{kind} {joblib.hash(value)}"
     except Exception as error:  # pickling runs the code of any type
@@ -125,7 +137,3 @@ def text_of(value: Any) -> str:
             f"{value!r} cannot be told from others ({error}), so that no cell of it can"
             " be kept; leave out `directory`, or give plainer values."
         ) from error
-
-
-def _texts(values: Iterable[Any]) -> str:
-    return ", ".join(map(text_of, values))

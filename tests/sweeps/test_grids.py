@@ -294,7 +294,14 @@ def test_closures_defaults_and_arguments_count():
 
         return inner
 
-    for make in (closing, defaulting, functools.partial(functools.partial, max)):
+    def calling_itself(value):
+        def inner(n):
+            return inner(n - 1) if n else value
+
+        return inner
+
+    partial = functools.partial(functools.partial, max)
+    for make in (closing, defaulting, calling_itself, partial):
         assert text_of(make(1)) == text_of(make(1)) != text_of(make(2))
     first, second = [lambda: 1, lambda: 2]
     assert text_of(first) != text_of(second)
