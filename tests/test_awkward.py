@@ -163,7 +163,7 @@ def test_traces_agree_whatever_order_autocast_drops_its_weights_in(monkeypatch):
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("disturbed", [[1, 0, 0], [0, 2, 1, 1], range(20)])
 def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch):
-    case, run = AWKWARD["own checkpointing"], trace._run
+    case, run = AWKWARD["own checkpointing"], trace.run
     missing = iter(disturbed)
 
     def run_disturbed(*args, **options):
@@ -172,7 +172,7 @@ def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch
 
     alone = autosac.profile(case.model(), case.inputs()).tape
     monkeypatch.setattr(trace, "is_watched", lambda: True)
-    monkeypatch.setattr(trace, "_run", run_disturbed)
+    monkeypatch.setattr(trace, "run", run_disturbed)
 
     if len(disturbed) == 20:
         with pytest.raises(autosac.TraceError, match="No two of 9 traces agree"):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import autosac
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
-from autosac.tracing import trace as tracing
+from autosac.tracing import single_run
 from autosac.verification.measuring import capture_state, differences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -553,7 +553,7 @@ class Sighted(nn.Linear):
 
 def test_a_real_step_that_is_not_its_trace_and_too_large_is_warned_of(monkeypatch):
     model = nn.Sequential(mlp(), Sighted(CLASSES, CLASSES))
-    monkeypatch.setattr(tracing, "_most_bytes", lambda step: 100)
+    monkeypatch.setattr(single_run, "_most_bytes", lambda step: 100)
 
     with pytest.warns(UserWarning, match=r"in module `1` at .* runs aten.tanh.default"):
         plan(model)

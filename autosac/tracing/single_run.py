@@ -1,0 +1,373 @@
+"""One run of a step under fake tensors or for real, anew until nothing is to learn.
+
+Tensors that autograd wants to save are taken away from it (a saved-tensors hook
+keeps only their shape) and handed back as fresh fake tensors in backward. So the
+tape knows two things that an ordinary run mixes up: until when the model itself
+holds a storage, and until when autograd does. Recomputation changes only the
+second; that is what makes simulating a plan on the tape exact.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from autosac import (
+    _compat_compiler,
+    _compat_dispatch,
+    _compat_distributed,
+    _compat_fakes,
+    _compat_plain,
+)
+from autosac.devices.free_memory import available_bytes
+from autosac.errors import AutosacError, TraceError
+from autosac.lens.mode import lens
+from autosac.pytrees import held_tensors, module_tensors
+from autosac.step.random_streams import seeded_streams
+from autosac.step.tape import Parameter, Tape
+from autosac.step.training_step import (
+    AnyOptimizer,
+    OptimizerInBackward,
+    check_optimizer,
+    finish_step,
+    micro_step,
+    training_step,
+)
+from autosac.storages import storage_bytes
+from autosac.tracing import memoized
+from autosac.tracing.beside import keep_gradients, learn_gradients
+from autosac.tracing.collecting import no_collections
+from autosac.tracing.conversions import idle_conversions
+from autosac.tracing.copying import copied
+from autosac.tracing.cycles import warn_of_cycles
+from autosac.tracing.failures import explanation, too_large
+from autosac.tracing.later_steps import (
+    MOST_EARLIER,
+    changed_number,
+    num_until_alike,
+    num_until_full,
+    numbers_of,
+)
+from autosac.tracing.learned import Retrace
+from autosac.tracing.one_hot import real_one_hot
+from autosac.tracing.parameters import find_parameters
+from autosac.tracing.recorder import Recorder
+from autosac.tracing.steady_state import (
+    Copied,
+    enter_steady_state,
+    has_distributed,
+    make_states,
+    marker,
+    register_outer,
+)
+from autosac.tracing.step import Step
+
+_MUCH_BYTES = 2**26
+_FEW_EARLIER = 3  # steps before the one that is traced, of modules that count them
+_LITTLE_BYTES = 512  # what modules keep, and nobody traces another step for
+
+
+def run(
+    step: Step,
+    prepare: Callable[[torch.nn.Module], Any],
+    *,
+    only_storages: bool,
+    optimizes: bool = True,
+    finds_draws: bool = False,
+) -> Tape:
+    """Run the step, anew until nothing is left to learn of it.
+
+    Once more if functions remember what it made: later steps find it there.
+
+    Args:
+        step: The step.
+        prepare: Called with the copy of the model before it runs.
+        only_storages: The tape holds nothing but storages.
+        optimizes: False ends it where the optimizer would begin.
+        finds_draws: The tape tells which calls draw random numbers in Python.
+    """
+    options: Any = {
+        "only_storages": only_storages,
+        "optimizes": optimizes,
+        "finds_draws": finds_draws,
+    }
+    while True:
+        is_real, mode = step.learned.real, None
+        if not is_real:
+            mode = _compat_fakes.fake_mode(plain=step.learned.plain)
+        left: set[int] | None = None  # unknown: it failed
+        try:
+            tape, left = _run_on(mode, step, prepare, **options)
+            if left and memoized.remember(left):
+                tape, _ = _run_on(mode, step, prepare, **options)
+            elif (
+                (left or step.learned.counts)
+                and not only_storages
+                and not step.learned.earlier
+            ):
+                tape = _later(tape, mode, step, prepare, **options)
+            return tape
+        except Retrace:
+            pass
+        except torch.OutOfMemoryError as error:
+            raise too_large("memory than is free") from error
+        finally:
+            if left is None or left:
+                memoized.forget_fakes()
+            _compat_plain.restore_keys(mode)
+            let_go_of_copies(step, after_each=True)
+
+
+def _later(
+    tape: Tape,
+    mode: _compat_fakes.FakeTensorMode | None,
+    step: Step,
+    *args: Any,
+    **how: Any,
+) -> Tape:
+    """The tape of a second step, if what modules keep makes it another one.
+
+    A model may make a table of positions in its first step only. And a second step may
+    begin with more, such as the weight that `torch.nn.utils.spectral_norm` computed: it
+    is alive until it is replaced.
+    """
+    learned, is_real = step.learned, step.learned.real
+    begun_bytes = storage_bytes(module_tensors(step.model))
+    learned.earlier = 1
+    try:
+        later, _ = _run_on(mode, step, *args, **how)
+        kept_bytes = learned.kept_bytes
+        if kept_bytes[0] < kept_bytes[1]:  # as a queue that fills
+            learned.earlier = MOST_EARLIER
+            later, _ = _run_on(mode, step, *args, **how)
+            learned.earlier = num_until_full(learned.kept_bytes)
+            return later if learned.earlier else tape
+        if learned.counts:
+            learned.earlier = _FEW_EARLIER
+            later, _ = _run_on(mode, step, *args, **how)
+            *_, before, last = learned.made_bytes
+            if before != last or _sizes(later) != _sizes(tape):
+                learned.earlier = MOST_EARLIER
+                later, _ = _run_on(mode, step, *args, **how)
+                learned.earlier = num_until_alike(learned.made_bytes, learned.counts)
+                if learned.earlier < MOST_EARLIER:
+                    later, _ = _run_on(mode, step, *args, **how)
+                return later
+    except (Retrace, TraceError) as error:
+        learned.earlier = 0
+        if isinstance(error, Retrace) and learned.real == is_real:
+            raise  # all is to run in the other way
+        learned.real = is_real  # a second step may need what the first has lost
+        return tape
+    begins_with_more = kept_bytes[0] - begun_bytes > _LITTLE_BYTES
+    learned.earlier = int(begins_with_more or _names(later) != _names(tape))
+    return later if learned.earlier else tape
+
+
+def _names(tape: Tape) -> list[str]:
+    return [op.name for op in tape.ops]
+
+
+def _sizes(tape: Tape) -> list[int]:
+    return [storage.nbytes for storage in tape.storages]
+
+
+def _run_on(
+    mode: _compat_fakes.FakeTensorMode | None,
+    step: Step,
+    prepare: Callable[[torch.nn.Module], Any],
+    *,
+    only_storages: bool,
+    optimizes: bool,
+    finds_draws: bool,
+) -> tuple[Tape, set[int]]:
+    """Run the step on fakes of a mode, or on real tensors if there is none.
+
+    Returns:
+        The tape; addresses of the storages that forward leaves alive.
+    """
+    seed = step.learned.seed
+    with (
+        seeded_streams(seed) as extremes,
+        no_collections(),
+        lens(mode, step.lens),
+        copied(step, mode) as copies,
+    ):
+        model, optimizer, args, kwargs, loss_fn, modules = copies
+        step = replace(step, loss_fn=loss_fn)
+        check_optimizer(optimizer, step.accumulate, step.clip_grad_norm)
+        _train(step, model, optimizer, args, kwargs)
+        new_recorder = partial(
+            Recorder,
+            model,
+            mode=mode,
+            device_type=step.traced_type,
+            granularity_bytes=step.granularity_bytes,
+            target=step.lens,
+            learned=step.learned,
+            finds_draws=finds_draws or mode is None,
+            most_bytes=_most_bytes(step) if mode is None else None,
+        )
+        recorder = new_recorder(only_storages=True)
+        try:
+            held = Copied(model)
+            _take_earlier_steps(recorder, mode, step, model, args, kwargs)
+            prepare(model)
+            recorder = new_recorder(only_storages=only_storages)
+            register_outer(recorder, step, model, optimizer, (args, kwargs), held)
+            leaves = keep_gradients(recorder, model, step.learned)
+            numbers = numbers_of(modules)
+            with _recorded(recorder, mode):
+                if isinstance(optimizer, OptimizerInBackward):
+                    make_states(recorder, optimizer)
+                loss = _one_micro_step(recorder, step, model, args, kwargs)
+                learn_gradients(leaves, step.learned)
+                found = step.adds_gradients and step.finds_gradients
+                enter_steady_state(recorder, model, optimizer, adds_gradients=found)
+                recorder.mark("optimizer")
+                parameters: tuple[Parameter, ...] = ()
+                if not only_storages:  # with gradients, which optimizers may drop
+                    parameters = find_parameters(recorder, step.model, model, optimizer)
+                if optimizes:
+                    finish_step(model, optimizer, step.clip_grad_norm)
+                del loss  # alive until here, as in `training_step`
+            step.learned.draws_extremes = bool(extremes and extremes.are_met())
+            step.learned.counts = changed_number(numbers, numbers_of(modules))
+        except (AutosacError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the user's code raises
+            is_final = mode is None or _compat_compiler.is_of_compiled_code(error)
+            if step.is_present and not is_final:
+                step.learned.real = True  # values decide, or a fake kernel refuses
+                raise Retrace from error
+            raise TraceError(explanation(error, recorder.place())) from error
+        tape = replace(recorder.tape(), parameters=parameters)
+        if step.learned.earlier:
+            step.learned.kept_bytes.append(storage_bytes(module_tensors(model)))
+        left = recorder.left_alive(model)
+        if left and not only_storages:
+            warn_of_cycles(recorder, tape, left)
+            left = recorder.left_alive(model)
+        return tape, left
+
+
+def _take_earlier_steps(
+    recorder: Recorder,
+    mode: _compat_fakes.FakeTensorMode | None,
+    step: Step,
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Take the steps before the one that is traced, for what modules keep of them."""
+    learned = step.learned
+    finds = step.finds_gradients and has_distributed(model)
+    if not learned.earlier and not finds:
+        return
+    learned.kept_bytes.clear()
+    learned.made_bytes.clear()
+    for _ in range(max(learned.earlier, 1)):
+        num_made = len(recorder.nbytes)
+        with _recorded(recorder, mode):
+            _one_micro_step(recorder, step, model, args, kwargs)
+        if not finds:
+            model.zero_grad(set_to_none=True)
+        for tensor in held_tensors((args, kwargs)):
+            tensor.grad = None  # each micro-step gets others
+        learned.kept_bytes.append(storage_bytes(module_tensors(model)))
+        learned.made_bytes.append(recorder.nbytes[num_made:])
+
+
+def _one_micro_step(
+    recorder: Recorder, step: Step, model: torch.nn.Module, args: Any, kwargs: Any
+) -> torch.Tensor:
+    """Run forward, loss and backward under a recorder; the loss."""
+    return micro_step(
+        model,
+        args,
+        kwargs,
+        loss_fn=step.loss_fn,
+        autocast=step.autocast,
+        accumulate=step.accumulate,
+        mark=marker(recorder, model, step),
+    )
+
+
+def _train(
+    step: Step,
+    model: torch.nn.Module,
+    optimizer: AnyOptimizer | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Train real copies as often as is known of the step."""
+    for number in range(1, step.learned.num_updates + 1):
+        try:
+            training_step(
+                model,
+                args,
+                kwargs,
+                loss_fn=step.loss_fn,
+                optimizer=optimizer,
+                autocast=step.autocast,
+                accumulate=step.accumulate,
+                clip_grad_norm=step.clip_grad_norm,
+                gradients_in_forward=step.gradients_in_forward,
+                keeps_gradients=step.keeps_gradients,
+            )
+        except (AutosacError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever the user's code raises
+            place = f"training step {number}"
+            raise TraceError(explanation(error, place)) from error
+        model.zero_grad(set_to_none=True)
+
+
+@contextmanager
+def _recorded(
+    recorder: Recorder, mode: _compat_fakes.FakeTensorMode | None
+) -> Iterator[None]:
+    """Record a step, on fakes of a mode or on real tensors."""
+    # On a GPU backward would run on a thread of its own, whose last references go at
+    # any moment after it.
+    one_thread = torch.autograd.set_multithreading_enabled(False)
+    _compat_distributed.hide_propagation()
+    with (
+        real_one_hot(recorder),
+        idle_conversions(),
+        _compat_compiler.without_compiled_code(on_fakes=mode is not None),
+        _compat_plain.fakes_of(mode),
+        _compat_distributed.short_lists(),
+        _compat_dispatch.as_a_step_begins(),
+        one_thread,
+        recorder.recording(),
+    ):
+        yield
+
+
+def _takes_much(step: Step) -> bool:
+    """Whether a copy of the model takes much memory."""
+    return sum(p.nbytes for p in step.model.parameters()) > _MUCH_BYTES
+
+
+def _most_bytes(step: Step) -> int | None:
+    """Memory that a real step may take."""
+    return available_bytes(torch.device(step.device_type))
+
+
+def let_go_of_copies(step: Step, *, after_each: bool) -> None:
+    """Free the copies of a step that ran on real tensors: they hang in cycles.
+
+    Args:
+        step: The step.
+        after_each: After one of several runs, not behind the last: only large copies
+            are worth a search through all of Python's objects, but at once.
+    """
+    if step.learned.real and _takes_much(step) == after_each:
+        gc.collect()
