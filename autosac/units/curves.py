@@ -121,7 +121,6 @@ def save_problem(unit: Unit) -> SaveProblem:
         needed=where("needed"),
         pinned=where("pinned"),
         unsavable=where("unsavable"),
-        capacity_bytes=sum(group.saved_bytes for group in groups),
         fixed_ms=unit.followed_ms,
     )
 

@@ -116,7 +116,7 @@ def save_front(
     most_work: int = _ANY_WORK,
     most_frontiers: int = _MOST_FRONTIERS,
 ) -> SaveFront:
-    """Find the Pareto points of a problem; its capacity is ignored.
+    """Find the Pareto points of a problem.
 
     Args:
         problem: The groups.

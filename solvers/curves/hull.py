@@ -4,7 +4,7 @@ At a price of L ms per byte the best save set minimises
 
     sum_g t_g e_g + L sum_g m_g s_g
 
-under rows (2) to (5) of `save_problem.py`. With a_g = s_g + e_g every row is
+under rows (1) to (4) of `save_problem.py`. With a_g = s_g + e_g every row is
 e_g <= a_h, a_g = 1, e_g <= a_g or a bound: differences of two variables, so the matrix
 is totally unimodular, the linear program has whole solutions, and each is a vertex of
 the hull (a minimum cut, as in PyTorch's partitioner: torch/_functorch/partitioners.py).
@@ -31,7 +31,7 @@ def save_hull(problem: SaveProblem) -> _Flags:
     """What to save at the vertices of the hull.
 
     Args:
-        problem: The groups; its capacity is ignored.
+        problem: The groups.
 
     Returns:
         Flags, shape (vertices, groups), the most bytes first; no vertices if there is

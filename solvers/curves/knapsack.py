@@ -1,8 +1,7 @@
 """Which results of one AC unit to save: all Pareto points of a `SaveProblem` at once.
 
 By dynamic programming (`curves/front.py`); of large units only the vertices of their
-hull, by linear programs (`curves/hull.py`), and points near it. The tests hold them
-against the MILP.
+hull, by linear programs (`curves/hull.py`), and points near it.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def front(problem: SaveProblem, *, most_labels: int | None = None) -> Front:
     """Pareto points: all of them, or some with the vertices of their hull.
 
     Args:
-        problem: The groups; its capacity is ignored.
+        problem: The groups.
         most_labels: Partial solutions to keep at once before they are thinned out;
             None for as many as take some tenths of a second.
     """

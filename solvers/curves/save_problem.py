@@ -3,12 +3,12 @@
 Groups g of ops, in execution order, whose results move together; s_g = 1 if the
 results of g are saved, e_g = 1 if g is rerun in backward:
 
-minimize    T + sum_g t_g e_g         recompute time [ms]
-subject to  sum_g m_g s_g <= C        saved activation memory [bytes]          (1)
-            s_g + e_g >= 1            for g in needed: backward reads it       (2)
-            e_g <= s_h + e_h          for h in inputs of g: a rerun reads it   (3)
-            e_g = 0                   for g in pinned: never rerun             (4)
-            s_g = 0                   for g in unsavable                       (5)
+minimize    T + sum_g t_g e_g         recompute time [ms], and at once
+            sum_g m_g s_g             saved activation memory [bytes]
+subject to  s_g + e_g >= 1            for g in needed: backward reads it       (1)
+            e_g <= s_h + e_h          for h in inputs of g: a rerun reads it   (2)
+            e_g = 0                   for g in pinned: never rerun             (3)
+            s_g = 0                   for g in unsavable                       (4)
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class SaveProblem:
         needed: Groups whose results backward reads.
         pinned: Groups that are never rerun.
         unsavable: Groups whose results cannot be saved.
-        capacity_bytes: Largest sum of `saved_bytes` over the saved groups.
         fixed_ms: T, whatever is rerun.
     """
 
@@ -38,7 +37,6 @@ class SaveProblem:
     needed: frozenset[int]
     pinned: frozenset[int] = frozenset()
     unsavable: frozenset[int] = frozenset()
-    capacity_bytes: int
     fixed_ms: float = 0.0
 
     def __post_init__(self) -> None:

@@ -52,11 +52,6 @@ def _of_saving(problem: SaveProblem, solution: SaveSolution) -> Iterator[str]:
     if saved is None or rerun is None:
         return
     total = saved_bytes(problem, saved)
-    if total > problem.capacity_bytes:
-        yield (
-            f"The saved groups take {total} bytes, more than `capacity_bytes`="
-            f"{problem.capacity_bytes}."
-        )
     for g in range(problem.num_groups):
         if g in problem.needed and not (saved[g] or rerun[g]):
             yield f"Backward needs group {g}, which is neither saved nor rerun."

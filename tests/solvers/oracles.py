@@ -32,12 +32,6 @@ def save_outcomes(problem: SaveProblem) -> list[tuple[float, int]]:
     return outcomes
 
 
-def best_save(problem: SaveProblem) -> tuple[float, int] | None:
-    """Least time within the capacity and the fewest bytes that take it."""
-    fitting = (o for o in save_outcomes(problem) if o[1] <= problem.capacity_bytes)
-    return min(fitting, default=None)
-
-
 def pareto_saves(problem: SaveProblem) -> set[tuple[float, int]]:
     """Outcomes that no other one beats in time and bytes."""
     outcomes = set(save_outcomes(problem))

@@ -34,7 +34,6 @@ def save_problems(draw: st.DrawFn, *, most: int = 6) -> SaveProblem:
         needed=frozenset(draw(flags)),
         pinned=frozenset(draw(rare)),
         unsavable=frozenset(draw(rare)),
-        capacity_bytes=draw(st.integers(0, sum(sizes))) * MIB,
     )
 
 

@@ -11,15 +11,11 @@ from autosac.solvers.curves import knapsack
 from autosac.solvers.curves.front import save_front
 from autosac.solvers.curves.knapsack import front, recompute_ms, rerun_closure
 from autosac.solvers.curves.save_problem import SaveProblem
-from autosac.solvers.milp.solution import Termination
 from tests.examples import examples
 from tests.solvers.check import violations
-from tests.solvers.oracles import best_save, pareto_saves
-from tests.solvers.save_milp import solve
+from tests.solvers.oracles import pareto_saves
 from tests.solvers.save_solutions import saved_bytes, solutions, trade_off
 from tests.solvers.strategies import MIB, save_problems
-
-both = pytest.mark.parametrize("backend", ["highs", "cbc"])
 
 
 def chain(**changes):
@@ -29,92 +25,56 @@ def chain(**changes):
         runtime_ms=(1.0, 2.0, 4.0, 8.0),
         inputs=((), (0,), (1,), (2,)),
         needed=frozenset({1, 3}),
-        capacity_bytes=4 * MIB,
     )
     return replace(problem, **changes)
 
 
-@both
-def test_saves_the_dearest_result_when_it_alone_fits(backend):
-    # 4 MiB hold group 3: rerun 0 and 1, 3 ms. Group 1 alone: rerun 2 and 3, 12 ms.
-    solution = solve(chain(), backend=backend)
-
-    assert solution.termination is Termination.OPTIMAL
-    assert solution.saved == (False, False, False, True)
-    assert solution.rerun == (True, True, False, False)
-    assert solution.recompute_ms == solution.objective_ms == 3.0
-    assert solution.saved_bytes == 4 * MIB
-    assert solution.bound_ms == pytest.approx(3.0)
-
-
-@both
-def test_saves_an_input_that_is_cheaper_than_what_is_needed(backend):
-    # 3 MiB: save 2, rerun 3 from it and 0 and 1 for backward, 1 + 2 + 8 = 11 ms;
-    # save 1 (2 MiB): rerun 2 and 3, 12 ms; save 0 and 1: the same 12 ms.
-    solution = solve(chain(capacity_bytes=3 * MIB), backend=backend)
-
-    assert solution.saved == (False, False, True, False)
-    assert solution.recompute_ms == 11.0
+def points_of(problem):
+    """MiB and milliseconds of all Pareto points, and which groups are saved."""
+    return [
+        (
+            s.saved_bytes // MIB,
+            s.recompute_ms,
+            {g for g, flag in enumerate(s.saved) if flag},
+        )
+        for s in solutions(front(problem))
+    ]
 
 
-@both
-def test_takes_fewer_bytes_when_time_is_equal(backend):
-    # Both results are needed; one of them fits; both take 5 ms: save the smaller.
-    problem = SaveProblem(
-        saved_bytes=(3 * MIB, 2 * MIB),
-        runtime_ms=(5.0, 5.0),
-        inputs=((), ()),
-        needed=frozenset({0, 1}),
-        capacity_bytes=4 * MIB,
-    )
-
-    assert solve(problem, backend=backend).saved == (False, True)
-
-
-@both
-def test_an_ample_capacity_recomputes_nothing_and_saves_no_more_than_needed(backend):
-    solution = solve(chain(capacity_bytes=100 * MIB), backend=backend)
-
-    assert solution.recompute_ms == 0.0
-    assert solution.saved == (False, True, False, True)
-
-
-@both
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pinned": frozenset({0, 1}), "capacity_bytes": 0},
-        {"pinned": frozenset({3}), "unsavable": frozenset({3})},
-        {"capacity_bytes": -1},
-    ],
-)
-def test_an_infeasible_problem_is_an_outcome(backend, changes):
-    solution = solve(chain(**changes), backend=backend)
-
-    assert solution.termination is Termination.INFEASIBLE
-    assert solution.saved is solution.rerun is solution.recompute_ms is None
-
-
-@both
-def test_without_anything_to_rerun_what_is_needed_is_saved(backend):
-    problem = chain(needed=frozenset({0}), pinned=frozenset({0}))
-
-    solution = solve(problem, backend=backend)
-
-    assert solution.saved == (True, False, False, False)
-    assert solution.recompute_ms == 0.0
+def test_the_front_of_four_groups_is_the_one_that_counts_by_hand():
+    # Of 3 MiB group 2 alone makes better use than what is needed: 3 is rerun from it,
+    # 0 and 1 for backward, 1 + 2 + 8 = 11 ms; with 1 saved 2 and 3 take 12 ms.
+    assert points_of(chain()) == [
+        (6, 0.0, {1, 3}),
+        (5, 2.0, {0, 3}),
+        (4, 3.0, {3}),
+        (3, 11.0, {2}),
+        (2, 12.0, {1}),
+        (1, 14.0, {0}),
+        (0, 15.0, set()),
+    ]
 
 
 def test_pinned_and_unsavable_groups_are_left_alone():
-    # 3 is unsavable: rerun from 2. 0 is pinned: read 1, saved, instead.
-    problem = chain(
-        pinned=frozenset({0}), unsavable=frozenset({3}), capacity_bytes=9 * MIB
-    )
+    # 3 is unsavable: rerun from 2. 0 is pinned: what is rerun from it needs it saved.
+    problem = chain(pinned=frozenset({0}), unsavable=frozenset({3}))
 
-    solution = solve(problem)
+    assert points_of(problem) == [
+        (5, 8.0, {1, 2}),
+        (4, 10.0, {0, 2}),
+        (2, 12.0, {1}),
+        (1, 14.0, {0}),
+    ]
 
-    assert solution.saved == (False, True, True, False)
-    assert solution.rerun == (False, False, False, True)
+
+def test_what_can_be_neither_saved_nor_rerun_leaves_no_point():
+    assert points_of(chain(pinned=frozenset({3}), unsavable=frozenset({3}))) == []
+
+
+def test_without_anything_to_rerun_what_is_needed_is_saved():
+    problem = chain(needed=frozenset({0}), pinned=frozenset({0}))
+
+    assert points_of(problem) == [(1, 0.0, {0})]
 
 
 def test_the_rerun_closure_stops_at_saved_results():
@@ -131,32 +91,6 @@ def test_the_rerun_closure_stops_at_saved_results():
 
 @examples(60)
 @given(problem=save_problems())
-def test_matches_trying_every_subset(problem):
-    solution = solve(problem)
-
-    best = best_save(problem)
-    assert violations(problem, solution) == ()
-    if best is None:
-        assert solution.termination is Termination.INFEASIBLE
-    else:
-        assert (solution.recompute_ms, solution.saved_bytes) == best
-        assert solution.bound_ms <= solution.objective_ms
-        assert solution.bound_ms == pytest.approx(best[0], abs=1e-6)
-
-
-@examples(8)
-@given(problem=save_problems(most=4))
-def test_cbc_matches_trying_every_subset(problem):
-    solution = solve(problem, backend="cbc")
-
-    best = best_save(problem)
-    assert violations(problem, solution) == ()
-    observed = (solution.recompute_ms, solution.saved_bytes)
-    assert observed == (best or (None, None))
-
-
-@examples(25)
-@given(problem=save_problems())
 def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(problem):
     total = sum(problem.saved_bytes) // MIB
     points = trade_off(problem, num_points=2 * total + 2)
@@ -165,20 +99,7 @@ def test_the_trade_off_is_the_whole_pareto_front_when_every_capacity_is_tried(pr
     assert set(observed) == pareto_saves(problem)
     assert observed == sorted(observed)
     for solution in points:
-        assert violations(replace(problem, capacity_bytes=10**12), solution) == ()
-
-
-@examples(15)
-@given(problem=save_problems())
-def test_more_capacity_never_costs_more(problem):
-    times = [
-        solve(replace(problem, capacity_bytes=k * MIB)).recompute_ms
-        for k in range(0, sum(problem.saved_bytes) // MIB + 2, 2)
-    ]
-    known = [time for time in times if time is not None]
-
-    assert known == sorted(known, reverse=True)
-    assert times[len(times) - len(known) :] == known
+        assert violations(problem, solution) == ()
 
 
 def test_the_least_selection_has_both_ends_and_the_vertices_of_the_hull():
@@ -191,23 +112,6 @@ def test_the_least_selection_has_both_ends_and_the_vertices_of_the_hull():
         (3.0, 4 * MIB),
         (15.0, 0),
     ]
-
-
-def test_odd_byte_counts_keep_the_capacity_exactly():
-    # One byte short of both: 2**33 + 1 and 2**32 + 1 have no common divisor.
-    problem = SaveProblem(
-        saved_bytes=(2**33 + 1, 2**32 + 1),
-        runtime_ms=(1e-3, 2e-3),
-        inputs=((), ()),
-        needed=frozenset({0, 1}),
-        capacity_bytes=2**33 + 2**32 + 1,
-    )
-
-    solution = solve(problem)
-
-    assert violations(problem, solution) == ()
-    assert solution.saved == (False, True)
-    assert solution.recompute_ms == 1e-3
 
 
 @pytest.mark.parametrize(
@@ -243,7 +147,6 @@ def test_what_backward_reads_anyway_tells_no_frontiers_apart():
         runtime_ms=(1.0,) * 24,
         inputs=tuple(tuple(g - d for d in (2, 3, 7) if d <= g) for g in range(24)),
         needed=frozenset(range(24)),
-        capacity_bytes=24,
     )
 
     followed = save_front(problem, most_labels=10**6, most_frontiers=24)
@@ -337,7 +240,6 @@ def test_a_thinned_front_of_equal_layers_has_points_at_which_only_some_have_chan
         runtime_ms=(1.0, 3.0, 7.0) * layers,
         inputs=((),) * (3 * layers),
         needed=frozenset(range(3 * layers)),
-        capacity_bytes=0,
     )
 
     thinned = front(problem, most_labels=4)
