@@ -66,12 +66,9 @@ class FittedCurve(TradeoffCurve):
 
     Attributes:
         max_error_ms: Largest overstatement at a point of the fitted curve.
-        shift_ms: Largest lift of a breakpoint above pwlf's least-squares fit, which
-            understates some points.
     """
 
     max_error_ms: float
-    shift_ms: float
 
     @property
     def num_segments(self) -> int:

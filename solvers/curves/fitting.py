@@ -106,7 +106,7 @@ def _of_segments(
 ) -> FittedCurve:
     points = _points(curve, above)
     ms = np.array(curve.recompute_ms)
-    shift_from: _Floats | None = None
+    is_least_squares = False
     if len(ms) == 1:
         picked = [0]
     elif ms[0] == ms[-1]:
@@ -116,20 +116,19 @@ def _of_segments(
     else:
         allowed = _evenly(len(ms))
         num_segments = min(num_segments, len(allowed) - 1)
-        start, shift_from = _least_squares(curve, allowed, num_segments)
+        start = _least_squares(curve, allowed, num_segments)
         picked = _exchange(start, allowed, curve, points, num_segments)
+        is_least_squares = True
     breaks = np.array(curve.freed_bytes)[picked]
     values = ms[picked]
     is_done = not (points.missing(breaks, values) > 0.0).any()
-    if shift_from is not None or not is_done or (convex and not curve.is_convex):
+    if is_least_squares or not is_done or (convex and not curve.is_convex):
         values = _lowest_values(breaks, points, convex=convex)
         values = _raised(breaks, values, points, convex=convex)
-    lifts = 0.0 if shift_from is None else float((values - shift_from[picked]).max())
     return FittedCurve(
         freed_bytes=tuple(breaks.tolist()),
         recompute_ms=tuple(values.tolist()),
         max_error_ms=max(0.0, float(-points.missing(breaks, values).min())),
-        shift_ms=max(0.0, lifts),
     )
 
 
@@ -191,8 +190,8 @@ def _evenly(size: int) -> _Ints:
 
 def _least_squares(
     curve: TradeoffCurve, allowed: _Ints, num_segments: int
-) -> tuple[frozenset[int], _Floats]:
-    """Points nearest to the breakpoints of pwlf's fit, and the fit at every point.
+) -> frozenset[int]:
+    """Points nearest to the breakpoints of pwlf's fit.
 
     pwlf seeds NumPy's global generator; its state is put back afterwards.
     """
@@ -207,11 +206,10 @@ def _least_squares(
             warnings.simplefilter("ignore")
             fitted = pwlf.PiecewiseLinFit(xs[allowed], ys[allowed], seed=_SEED)
             breaks = fitted.fitfast(num_segments, pop=_NUM_STARTS)
-            predicted = fitted.predict(xs)
     finally:
         np.random.set_state(state)
     nearest = {int(allowed[np.abs(xs[allowed] - x).argmin()]) for x in breaks}
-    return frozenset(nearest | {0, len(xs) - 1}), predicted * scale
+    return frozenset(nearest | {0, len(xs) - 1})
 
 
 def _exchange(
