@@ -46,7 +46,7 @@ from autosac.solving.rules_of_thumb import Choice
 from benchmarks.environment import MIB, environment
 from benchmarks.kept_promises import under_caps
 from benchmarks.kept_traces import kept_traces
-from benchmarks.stage_models import GPT
+from benchmarks.stage_models import GPT, token_loss
 
 MOST_SLOWER = 0.005
 NUM_GPUS, ROWS, LENGTH, WIDTH, VOCABULARY = 4, 4, 32, 32, 64
@@ -82,10 +82,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "unlike blocks": partial(mlps, 1, 6, 2),
     "a block of GPT": partial(GPT, vocabulary=VOCABULARY, num_blocks=1),
 }
-
-
-def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 
 @dataclass
@@ -275,7 +271,7 @@ def rows(name: str) -> Iterator[dict[str, str]]:
             model,
             tokens,
             target=tokens,
-            loss_fn=_loss,
+            loss_fn=token_loss,
             optimizer=torch.optim.AdamW,
             cluster=spec,
             mesh={**OPEN, "pp": stages},
@@ -292,7 +288,7 @@ def rows(name: str) -> Iterator[dict[str, str]]:
     options = {"optimizer": torch.optim.AdamW}
     trial = Trial(
         cluster=spec,
-        base=given_batch(model, one, one, _loss, spec, options),
+        base=given_batch(model, one, one, token_loss, spec, options),
         rows=tokens,
     )
     with fake_ranks(2, divides_loss=False):

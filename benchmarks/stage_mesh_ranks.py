@@ -71,6 +71,7 @@ from benchmarks.stage_models import (
     VariedGPT,
     small_llama,
     small_mixtral,
+    token_loss,
 )
 from benchmarks.stage_ranks import (
     SEED,
@@ -104,28 +105,26 @@ def _images(num_micro_batches: int) -> tuple[torch.Tensor, torch.Tensor]:
     return images, torch.randint(NUM_CLASSES, (number,), generator=generator)
 
 
-def _loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
 RECIPES = {
-    "LLAMA": Recipe(make_model=small_llama, make_batch=_batch, loss_fn=_loss),
-    "MIXTRAL": Recipe(make_model=small_mixtral, make_batch=_batch, loss_fn=_loss),
-    "GPT": Recipe(make_model=GPT, make_batch=_batch, loss_fn=_loss),
-    "ODD": Recipe(make_model=OddGPT, make_batch=_batch, loss_fn=_loss),
-    "VARIED": Recipe(make_model=VariedGPT, make_batch=_batch, loss_fn=_loss),
+    "LLAMA": Recipe(make_model=small_llama, make_batch=_batch, loss_fn=token_loss),
+    "MIXTRAL": Recipe(make_model=small_mixtral, make_batch=_batch, loss_fn=token_loss),
+    "GPT": Recipe(make_model=GPT, make_batch=_batch, loss_fn=token_loss),
+    "ODD": Recipe(make_model=OddGPT, make_batch=_batch, loss_fn=token_loss),
+    "VARIED": Recipe(make_model=VariedGPT, make_batch=_batch, loss_fn=token_loss),
     "CONV": Recipe(
         make_model=Convolutional,
         make_batch=_images,
         loss_fn=functional.cross_entropy,
     ),
-    "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=_loss),
+    "TIED": Recipe(make_model=TiedGPT, make_batch=_batch, loss_fn=token_loss),
     # With heads for two ranks that have slices and parts of the sequence each.
     "LLAMA8": Recipe(
-        make_model=partial(small_llama, num_heads=8), make_batch=_batch, loss_fn=_loss
+        make_model=partial(small_llama, num_heads=8),
+        make_batch=_batch,
+        loss_fn=token_loss,
     ),
     "GPT8": Recipe(
-        make_model=partial(GPT, head_dim=12), make_batch=_batch, loss_fn=_loss
+        make_model=partial(GPT, head_dim=12), make_batch=_batch, loss_fn=token_loss
     ),
 }
 MIXED = "bfloat16"  # the kind of plans that gather in that type, and reduce in 32 bits

@@ -7,10 +7,16 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.nn import functional
 from transformers.models.llama import modeling_llama
 from transformers.models.mixtral import modeling_mixtral
 
 from benchmarks.rank_models import LENGTH, VOCABULARY, WIDTH, Block, varied
+
+
+def token_loss(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of tokens that are guessed."""
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 class Embedding(nn.Module):

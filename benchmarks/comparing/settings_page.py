@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 from benchmarks.comparing.settings import COLUMNS
 from benchmarks.environment import MIB
+from benchmarks.judging.verdicts import quantile
 
 Record = dict[str, Any]
 Cell = dict[str, Any]
@@ -77,9 +77,9 @@ def summary(records: list[Record]) -> list[tuple[str, str, bool]]:
             f"{falling} of {len(rows)} rows",
             falling == len(rows),
         ),
-        _limit("gap: median", _quantile(every_gap, 0.5), GAP_MEDIAN),
-        _limit("gap: 95 % of cells", _quantile(every_gap, 0.95), GAP_95),
-        _limit("gap: worst", _quantile(every_gap, 1.0), GAP_WORST),
+        _limit("gap: median", quantile(every_gap, 0.5), GAP_MEDIAN),
+        _limit("gap: 95 % of cells", quantile(every_gap, 0.95), GAP_95),
+        _limit("gap: worst", quantile(every_gap, 1.0), GAP_WORST),
         (
             f"no solve above {MOST_CPU_S:.0f} s of CPU time",
             f"longest {slowest:.1f} s; {sum(len(slow_ones(r)) for r in rows)} of"
@@ -102,14 +102,6 @@ def summary(records: list[Record]) -> list[tuple[str, str, bool]]:
 
 def _limit(what: str, value: float, most: float) -> tuple[str, str, bool]:
     return f"{what} at most {most:.1%}", f"{value:.3%}", value <= most
-
-
-def _quantile(values: list[float], share: float) -> float:
-    """The least value that a share of all values does not exceed; 0 of none."""
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def page(record: Record) -> Iterator[str]:
@@ -178,8 +170,8 @@ def _by_setting(records: list[Record]) -> Iterator[str]:
         if own:
             its = [g for r in records if r["setting"] == setting for g in gaps(r)]
             seconds = [cell["cpu_s"] for cell in own]
-            shown = [f"{_quantile(its, share):.2%}" for share in (0.5, 0.95, 1.0)]
-            shown += [f"{_quantile(seconds, share):.2f}" for share in (0.5, 0.95, 1.0)]
+            shown = [f"{quantile(its, share):.2%}" for share in (0.5, 0.95, 1.0)]
+            shown += [f"{quantile(seconds, share):.2f}" for share in (0.5, 0.95, 1.0)]
             yield f"| {setting} | {len(own)} | {' | '.join(shown)} |"
 
 
@@ -216,7 +208,7 @@ def row(record: Record) -> str:
         f"{record['num_ops']}",
         f"{record['baseline_bytes'] / MIB:.1f}",
         f"{record['floor_bytes'] / MIB:.1f}",
-        *(f"{_quantile(its, s):.2%}" if its else "-" for s in (0.5, 0.95, 1.0)),
+        *(f"{quantile(its, s):.2%}" if its else "-" for s in (0.5, 0.95, 1.0)),
         "yes" if not dearer else f"**no: {dearer}**",
         f"{len(own) - len(beaten_ones(record))}/{len(own)}{late}",
         f"{statistics.median(saved):.0%}" if saved else "-",

@@ -208,11 +208,11 @@ def _quantiles(records: list[Record]) -> Iterator[str]:
 
 
 def _row(what: str, values: list[float], form: str) -> str:
-    cells = [format(_quantile(values, share), form) for share in (0.5, 0.95, 1.0)]
+    cells = [format(quantile(values, share), form) for share in (0.5, 0.95, 1.0)]
     return f"| {what} | {' | '.join(cells)} |"
 
 
-def _quantile(values: list[float], share: float) -> float:
+def quantile(values: list[float], share: float) -> float:
     """The least value that a share of all values does not exceed; 0 of none."""
     if not values:
         return 0.0

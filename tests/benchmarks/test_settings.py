@@ -84,7 +84,7 @@ def test_a_quantile_is_a_value_that_enough_do_not_exceed():
     values = [4.0, 1.0, 3.0, 2.0]
 
     observed = [
-        settings_page._quantile(values, share) for share in (0.25, 0.5, 0.95, 1.0)
+        settings_page.quantile(values, share) for share in (0.25, 0.5, 0.95, 1.0)
     ]
 
     assert observed == [1.0, 2.0, 4.0, 4.0]
