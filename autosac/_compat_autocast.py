@@ -97,7 +97,8 @@ def runners_under_autocast(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     def __torch_dispatch__(
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if not is_runner(func):
+        known = _known.get(id(func))
+        if not (is_runner(func) if known is None else known[1]):
             return dispatch(self, func, types, args, kwargs)
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
             hidden = _open_types()

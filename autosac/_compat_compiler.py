@@ -5,26 +5,28 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 
+_compiled_call = attrgetter("_compiled_call_impl")
 _STANCE: Literal["fail_on_recompile"] = "fail_on_recompile"
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a module is, or was, given to ``torch.compile``."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded by what compiles
-    return is_compiled_in_place(module) or (
+    return _compiled_call(module) is not None or (
         compiler is not None and isinstance(module, compiler.OptimizedModule)
     )
 
 
-def is_compiled_in_place(module: torch.nn.Module) -> bool:
-    """Whether a module's ``compile`` was called."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+def compiled_calls(modules: Iterable[torch.nn.Module]) -> list[Any]:
+    """What modules call that were compiled in place; None for others."""
+    return [*map(_compiled_call, modules)]
 
 
 class _NewGuards(TorchFunctionMode):

@@ -85,6 +85,7 @@ def next_node_behind(func: Any) -> int:
 
 
 _traits: dict[int, Traits] = {}
+_NOTHING = contextlib.nullcontext()
 
 
 def traits(func: Any) -> Traits:
@@ -146,6 +147,13 @@ def is_number(tensor: torch.Tensor) -> bool:
 def detached(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.detach()`, which counts changes together with it below autograd too."""
     with torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False):
+        return tensor.detach()
+
+
+def detached_unseen(tensor: torch.Tensor) -> torch.Tensor:
+    """As `detached`, past modes and subclasses."""
+    guard = torch._C._SetExcludeDispatchKeyGuard(_VERSIONS, False)
+    with torch._C._DisableTorchDispatch(), guard:
         return tensor.detach()
 
 
@@ -220,14 +228,11 @@ def is_forward_mode() -> bool:
     return bool(forward_ad._current_level >= 0)
 
 
-@contextlib.contextmanager
-def untransformed() -> Iterator[None]:
+def untransformed() -> contextlib.AbstractContextManager[Any]:
     """Run ops outside of `torch.func` and `torch.vmap`, even if backward is inside."""
     if torch._C._functorch.peek_interpreter_stack() is None:
-        yield
-        return
-    with pyfunctorch.temporarily_clear_interpreter_stack():
-        yield
+        return _NOTHING
+    return pyfunctorch.temporarily_clear_interpreter_stack()  # type: ignore[no-any-return]
 
 
 def called_at_run_time(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from functools import reduce
+from operator import attrgetter
 
 import torch
 
 from autosac.step.arguments import warn
 
 # By type of device; under `torch.backends`.
-_FLAGS = {
+_NAMES = {
     "cpu": ("mkldnn.enabled",),
     "cuda": ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"),
+}
+_FLAGS = {
+    kind: tuple((name, attrgetter(name)) for name in names)
+    for kind, names in _NAMES.items()
 }
 
 
 def backend_flags(device_type: str) -> dict[str, bool]:
     """The settings that kernels of a device depend on, as they are now."""
-    return {
-        name: bool(reduce(getattr, name.split("."), torch.backends))
-        for name in _FLAGS.get(device_type, ())
-    }
+    flags = _FLAGS.get(device_type, ())
+    return {name: bool(flag_of(torch.backends)) for name, flag_of in flags}
 
 
 class BackendFlags:
@@ -39,6 +41,8 @@ class BackendFlags:
         if planned is None:
             return
         present = backend_flags(device_type)
+        if present == planned:
+            return
         for name in planned.keys() & present.keys():
             if planned[name] != present[name]:
                 self._planned = None

@@ -16,7 +16,6 @@ import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed
-from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.installing import CountedForward, install, remove
 from autosac.checkpointing.optimizer_states import OptimizerStates
@@ -264,12 +263,13 @@ class BatchForward(StandIn):
         if thread.is_inside or variants.is_running or self.by_hand:
             return self._forward()(*args, **kwargs)
         is_planned = self.module.training == variants.training
-        is_step = torch.is_grad_enabled() and is_planned
+        has_grad = torch.is_grad_enabled()
+        is_step = has_grad and is_planned
         is_compiling = torch.compiler.is_compiling()  # `begin` refuses that
         if is_step and not is_compiling and _compat_dispatch.is_transformed():
             is_step = False
             self.habits.note_transform()
-        if torch.is_grad_enabled() and not is_planned:
+        if has_grad and not is_planned:
             variants.warn_of_mode()
         if is_step:
             self.begin(args, kwargs)
@@ -278,7 +278,10 @@ class BatchForward(StandIn):
         variants.is_running, variants.is_step = True, is_step
         try:
             if is_step:
-                return self.habits.run(self._forward(), args, kwargs, self._followed)
+                device_type = self.places.outline.device_type
+                return self.habits.run(
+                    self._forward(), args, kwargs, device_type, self._followed
+                )
             return self._forward()(*args, **kwargs)
         finally:
             variants.is_running = variants.is_step = False
@@ -307,8 +310,6 @@ class BatchForward(StandIn):
         Raises:
             UnsupportedError: The model is compiled, or a part of it.
         """
-        if torch.compiler.is_compiling() or self.places.outline.may_be_compiled():
-            compiled_parts.check(self.module)
         self.places.check()
         if self.states is not None and self.states.is_done:
             self.states.close()

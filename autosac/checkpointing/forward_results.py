@@ -8,9 +8,8 @@ more than in the planned step is said.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from operator import is_, itemgetter
 from typing import Any
 
@@ -33,7 +32,6 @@ _FEW = (bool, str, type(None))  # types of attributes that take few values
 _NEW = object()
 
 _Changed = dict[str, Any]  # name of an attribute, with its module's -> its value
-_Planned = Callable[[], tuple[int | None, int]]  # bytes that forward makes; the peak
 
 
 class ForwardResults:
@@ -48,34 +46,36 @@ class ForwardResults:
         self._looks = self._steps = 0
         self._is_done = False
         self._looks_for: Counter[tuple[str, Any]] = Counter()
+        self._changed: _Changed = {}
         self._attributes = _PlainAttributes(model)
 
-    @contextlib.contextmanager
-    def watching(self, planned: _Planned) -> Iterator[None]:
-        """A step's forward runs inside.
+    def begin(self, device_type: str) -> Made | None:
+        """A step's forward begins.
 
         Args:
-            planned: Says, once it has run, what its plan knows of it.
+            device_type: Of the model.
+
+        Returns:
+            What its forward is to run under, if anything.
         """
         if self._is_done:
-            yield
-            return
+            return None
         self._steps += 1
-        is_due = self._steps <= _EACH_OF or self._steps % _ONE_OF == 0
-        changed: _Changed = {}
+        self._changed = {}
         if self._looks < _MOST_LOOKS:
-            changed = self._attributes.changed(of_all=is_due)
-        wanted = self._wanted(changed)
+            is_due = self._steps <= _EACH_OF or self._steps % _ONE_OF == 0
+            self._changed = self._attributes.changed(of_all=is_due)
+        wanted = self._wanted(self._changed) if self._changed else []
         # The first step may set the model up.
         if wanted or (self._steps > 1 and self._steps & (self._steps - 1) == 0):
             self._looks += bool(wanted)
             self._looks_for.update(wanted)
-            with _Made(self._model) as made:
-                yield
-            self._compare(made.nbytes, *planned(), changed)
-        else:
-            yield
-        if self._looks < _MOST_LOOKS:
+            return Made(device_type)
+        return None
+
+    def end(self) -> None:
+        """It has run."""
+        if self._looks < _MOST_LOOKS and not self._is_done:
             self._attributes.renew()
 
     def _wanted(self, changed: _Changed) -> list[tuple[str, Any]]:
@@ -86,13 +86,15 @@ class ForwardResults:
         ]
         return [key for key in keys if self._looks_for[key] < _MOST_OF_ONE]
 
-    def _compare(
-        self,
-        made_bytes: int,
-        planned_bytes: int | None,
-        peak_bytes: int,
-        changed: _Changed,
-    ) -> None:
+    def compare(self, made: Made, planned_bytes: int | None, peak_bytes: int) -> None:
+        """Hold what forward has made against what its plan knows of it.
+
+        Args:
+            made: What it ran under.
+            planned_bytes: What it makes there; None if that is not known.
+            peak_bytes: The planned peak.
+        """
+        made_bytes, changed = made.nbytes, self._changed
         if planned_bytes is None or made_bytes - planned_bytes <= _LITTLE * peak_bytes:
             return
         self._is_done = True
@@ -108,17 +110,20 @@ class ForwardResults:
         )
 
 
-class _Made(_compat.PlainDispatchMode):
+class Made(_compat.PlainDispatchMode):
     """Adds up the memory that ops allocate for their results.
 
+    Args:
+        device_type: Of the device that counts.
+
     Attributes:
-        nbytes: Of all of them, on the device of the model.
+        nbytes: Of all of them, on that device.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes = 0
-        self._type = next((p.device.type for p in model.parameters()), "cpu")
+        self._type = device_type
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -180,6 +185,8 @@ class _PlainAttributes:
         if not self._owners:
             self._owners = list(_owners(self._model))
         owners = self._owners if of_all else self._moving
+        if not owners:
+            return {}
         changed = [owner for owner in owners if owner.has_changed()]
         self._move(changed)
         return {

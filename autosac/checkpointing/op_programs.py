@@ -37,7 +37,8 @@ class Program:
         kinds: For each: `_PASS`, `_KEEP`, `_NOTE`, or for which reruns it runs.
         first: Place of the first op that has to be seen, -1 if none has to be,
         last: and of the last one.
-        start: How many tensors autograd saves before a mode must begin,
+        start: How many tensors autograd saves before a mode must begin, -1 if none has
+            to,
         place: and the place of the first op that it sees.
         packs: As in `RecordingMode`.
     """
@@ -60,7 +61,8 @@ class Program:
         for place, func in enumerate(mode.history.funcs):
             if self.kinds[place] == _PASS and _compat_dispatch.traits(func).is_hidden:
                 self.kinds[place] = _NOTE
-        self.start = self.place = 0
+        self.start = 0 if seen else -1
+        self.place = 0
         self.packs = mode.packs
         for number, place in enumerate(mode.packs, start=1):
             if 0 <= place <= self.first:
@@ -107,7 +109,7 @@ class KnownMode(_compat.PlainDispatchMode):
     def begin(self) -> None:
         """Called as the unit begins."""
         self._depth = _compat_dispatch.num_modes()
-        if self.program.first >= 0 and self.program.start == 0:
+        if self.program.start == 0:
             self._enter()
 
     def end(self) -> None:
@@ -130,7 +132,7 @@ class KnownMode(_compat.PlainDispatchMode):
         self._packs += 1
         program = self.program
         if not self._is_on:
-            if self._packs == program.start and program.first >= 0:
+            if self._packs == program.start:
                 self._enter()
         elif self._place > program.last and program.may_switch(self._packs):
             # Behind the kernel of the latest op; before one, it would still be asked.

@@ -255,6 +255,11 @@ class Record:
             return [self._reference(item, runs) for item in value]
         return value
 
+    def is_apart(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in no argument, nor in any result that is recorded."""
+        key = tensor.untyped_storage()._cdata
+        return key not in self.results and key not in self._numbers
+
     def locate(
         self, part: Part, tensor: torch.Tensor, runs: int, kept: int = 0
     ) -> None:

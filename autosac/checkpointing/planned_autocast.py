@@ -11,6 +11,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autosac.step.arguments import autocast_name, warn
 
+_NOTHING = contextlib.nullcontext()
+
 
 class PlannedAutocast:
     """Compares the autocast of each step's forward with the planned one; warns once.
@@ -26,8 +28,9 @@ class PlannedAutocast:
         self._planned = planned
         self.has_warned = False
 
-    @contextlib.contextmanager
-    def watching(self, device_type: str, *, is_wrapped: bool) -> Iterator[None]:
+    def watching(
+        self, device_type: str, *, is_wrapped: bool
+    ) -> contextlib.AbstractContextManager[None]:
         """The model's forward runs inside.
 
         Args:
@@ -35,16 +38,21 @@ class PlannedAutocast:
             is_wrapped: Its ``forward`` was replaced before the plan was applied, as
                 Accelerate does to open autocast in there.
         """
+        if self.has_warned or self._planned is None:
+            return _NOTHING
         present = _present(device_type)
-        if self.has_warned or self._planned is None or present in (None, self._planned):
-            yield
-            return
-        if not is_wrapped:
-            self._say(present, device_type)
-            yield
-            return
+        if present in (None, self._planned):
+            return _NOTHING
+        if is_wrapped:
+            return self._inside(present, device_type)
+        self._say(present, device_type)
+        return _NOTHING
 
-        def meet(*_: Any) -> None:  # the first module that is called in there
+    @contextlib.contextmanager
+    def _inside(self, present: str | None, device_type: str) -> Iterator[None]:
+        """Compare the autocast of the first module that is called in there."""
+
+        def meet(*_: Any) -> None:
             nonlocal present
             present = _present(device_type)
             hook.remove()

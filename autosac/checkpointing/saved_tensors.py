@@ -59,6 +59,14 @@ class Holder(Part):
         return tensor if self.wrap is None else self.wrap(tensor)
 
 
+# What autograd keeps of a unit whatever is made again: the call, which lives as long as
+# any of it does, a tensor and its version.
+_Apart = tuple["Frame", torch.Tensor, int]
+
+
+_REAL = (torch.Tensor, torch.nn.Parameter)  # types
+
+
 class Frame:
     """One call of a unit.
 
@@ -73,6 +81,7 @@ class Frame:
         self.record: Record = mode.record
         self.holders: list[weakref.ref[Holder]] = []
         self.is_over = False
+        self._is_known = type(mode) is KnownMode
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the unit's forward pass and record it."""
@@ -98,12 +107,18 @@ class Frame:
         self.is_over = True
         return output
 
-    def _pack(self, tensor: torch.Tensor) -> Holder:
+    def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
+        record = self.record
+        if self._is_known and type(tensor) in _REAL and record.is_apart(tensor):
+            record.stop = len(record.calls)
+            self.mode.packed(tensor)
+            if not tensor.is_leaf:  # its graph may lead here
+                tensor = _compat_dispatch.detached_unseen(tensor)
+            return self, tensor, tensor._version
         holder = Holder()
         tensor, holder.wrap = unwrapped(tensor)
         holder.frame, holder.source = self, None
         holder.tensor = holder.whole = None
-        record = self.record
         if record.is_exact:  # else what would be kept is made again
             record.locate(holder, tensor, BACKWARD, BACKWARD)
         record.stop = len(record.calls)
@@ -169,7 +184,13 @@ class Frame:
             )
 
 
-def _unpack(holder: Holder) -> torch.Tensor:
+def _unpack(holder: Holder | _Apart) -> torch.Tensor:
+    if type(holder) is tuple:
+        frame, tensor, version = holder
+        if tensor._version != version:
+            raise changed(tensor, version, frame.record.policy.fqn)
+        return tensor
+    assert isinstance(holder, Holder)
     if holder.tensor is None:
         holder.frame.run_again()
     return holder.empty()

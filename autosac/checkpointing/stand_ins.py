@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.changed_models import Outline
 
 _MOST_PARTS = 1000  # of what took the place of a stand-in, looked at for it
@@ -71,13 +72,20 @@ class Places:
         self.outline = Outline(model)
 
     def check(self) -> None:
-        """Warn, once, of what changed in the model since the last step."""
-        for parent, name, module, fqn in self.places:
-            if parent._modules.get(name) is not module:
-                self._give_up(f"`{fqn}`")
-                self.outline.renew()
-                return
-        self.outline.check()
+        """Warn, once, of what changed in the model since the last step.
+
+        Raises:
+            UnsupportedError: The model is compiled, or a part of it.
+        """
+        outline = self.outline
+        if torch.compiler.is_compiling() or outline.may_have_changed():
+            compiled_parts.check(outline.model)
+            for parent, name, module, fqn in self.places:
+                if parent._modules.get(name) is not module:
+                    self._give_up(f"`{fqn}`")
+                    outline.renew()
+                    return
+            outline.check()
         for index, (fqn, module, stand_in) in enumerate(self.forwards):
             if _forward(module) is stand_in:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _LITTLE = 0.01  # of the planned peak: so little is not said
 
 
@@ -103,6 +105,7 @@ class TrainingHabits:
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        device_type: str,
         plan: Callable[[], Facts | None],
     ) -> Any:
         """Run forward.
@@ -111,34 +114,44 @@ class TrainingHabits:
             forward: The model's forward under its plans.
             args: Its arguments,
             kwargs: and those by name.
+            device_type: Of the model.
             plan: Says, once it has run, which plan was followed; None if something
                 else was said already that makes it do more.
         """
         self._gradients.look(self._model)
         self._passes.begin()
-
         self._look_at_inputs(args, kwargs)
-        device_type = next((p.device.type for p in self._model.parameters()), "cpu")
         self._backends.look(device_type)
-
-        def planned() -> tuple[int | None, int]:
-            followed = None if self._autocast.has_warned else plan()
-            if followed is None or not followed.num_batches or followed.offloads:
-                return None, 0
-            if (followed.reserved_bytes is None) != (device_type == "cpu"):
-                return None, 0  # planned for another kind of device, with other ops
-            return followed.forward_bytes, followed.peak_bytes
-
-        watching = self._autocast.watching(device_type, is_wrapped=self._is_wrapped)
-        with watching, self._results.watching(planned):
-            output = forward(*args, **kwargs)
+        with self._autocast.watching(device_type, is_wrapped=self._is_wrapped):
+            made = self._results.begin(device_type)
+            if made is None:
+                output = forward(*args, **kwargs)
+            else:
+                with made:
+                    output = forward(*args, **kwargs)
+                self._results.compare(made, *self._planned(device_type, plan))
+            self._results.end()
         self._passes.end(output)
         return output
+
+    def _planned(
+        self, device_type: str, plan: Callable[[], Facts | None]
+    ) -> tuple[int | None, int]:
+        """Bytes that the planned forward makes, None if none can be said; its peak."""
+        followed = None if self._autocast.has_warned else plan()
+        if followed is None or not followed.num_batches or followed.offloads:
+            return None, 0
+        if (followed.reserved_bytes is None) != (device_type == "cpu"):
+            return None, 0  # planned for another kind of device, with other ops
+        return followed.forward_bytes, followed.peak_bytes
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._trains_inputs:
             return
-        nbytes = sum(t.nbytes for t in tensors_in((args, kwargs)) if t.requires_grad)
+        tensors = [*tensors_in([*args, *kwargs.values()])]
+        if not any(map(_REQUIRES_GRAD, tensors)):
+            return
+        nbytes = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
         if nbytes > self._little_bytes:
             self._trains_inputs = True
             frozen = "" if self._little_bytes else " and what frozen layers save"
