@@ -5,28 +5,23 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-_compiled_call = attrgetter("_compiled_call_impl")
+compiled_call = attrgetter("_compiled_call_impl")  # None if `compile` was not called
 _STANCE: Literal["fail_on_recompile"] = "fail_on_recompile"
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a module is, or was, given to ``torch.compile``."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")  # loaded by what compiles
-    return _compiled_call(module) is not None or (
+    return compiled_call(module) is not None or (
         compiler is not None and isinstance(module, compiler.OptimizedModule)
     )
-
-
-def compiled_calls(modules: Iterable[torch.nn.Module]) -> list[Any]:
-    """What modules call that were compiled in place; None for others."""
-    return [*map(_compiled_call, modules)]
 
 
 class _NewGuards(TorchFunctionMode):

@@ -34,11 +34,19 @@ class Traits:
         only_makes: It returns new tensors only.
         is_literal: It takes a tensor that Python made of numbers.
         is_wait: It waits for a collective.
+        is_collective: It is one, or waits for one.
     """
 
     __slots__ = (
         *("func", "is_hidden", "is_literal", "is_random", "is_view", "name"),
-        *("is_wait", "only_makes", "returned", "statistics", "written"),
+        *(
+            "is_collective",
+            "is_wait",
+            "only_makes",
+            "returned",
+            "statistics",
+            "written",
+        ),
     )
 
     def __init__(self, func: Any) -> None:
@@ -58,6 +66,7 @@ class Traits:
         self.only_makes = makes_all_results(func)
         self.is_literal = func is torch.ops.aten.lift_fresh.default
         self.is_wait = self.name in WAITS
+        self.is_collective = getattr(func, "namespace", "") == "_c10d_functional"
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments of a call that it mutates."""
@@ -111,9 +120,23 @@ _VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 _ABOVE_KERNELS = _keys_above_kernels()
 
 
-def below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Run ops as a dispatch mode runs them: no graph, versions, autocast or `vmap`."""
-    return torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
+class BelowAutograd:
+    """Run ops of forward as a mode does: no graph, versions, autocast or `vmap`.
+
+    Kernels may ask whether there are gradients, and there are.
+    """
+
+    __slots__ = ("_guard", "_was_enabled")
+
+    def __enter__(self) -> None:
+        self._was_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(True)
+        self._guard = torch._C._ExcludeDispatchKeyGuard(_ABOVE_KERNELS)
+        self._guard.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._guard.__exit__(*error)
+        torch._C._set_grad_enabled(self._was_enabled)
 
 
 @contextlib.contextmanager
@@ -219,8 +242,9 @@ def num_modes() -> int:
 
 def is_transformed() -> bool:
     """Whether code runs under `torch.func`, `torch.vmap` or forward-mode autograd."""
-    in_functorch = torch._C._functorch.peek_interpreter_stack() is not None
-    return is_forward_mode() or in_functorch
+    if forward_ad._current_level >= 0:
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def is_forward_mode() -> bool:
@@ -232,7 +256,7 @@ def untransformed() -> contextlib.AbstractContextManager[Any]:
     """Run ops outside of `torch.func` and `torch.vmap`, even if backward is inside."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return _NOTHING
-    return pyfunctorch.temporarily_clear_interpreter_stack()  # type: ignore[no-any-return]
+    return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 def called_at_run_time(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -170,16 +170,15 @@ def is_collective(name: str) -> bool:
     return name.startswith("_c10d_functional.")
 
 
-def finished(func: Any, result: Any) -> Any:
-    """The result of an op, after waiting for it if it is a collective."""
-    if func.namespace != "_c10d_functional":
-        return result
+def finished(result: Any) -> Any:
+    """The result of a collective, after waiting for it."""
     return mapped(torch.ops._c10d_functional.wait_tensor.default, result)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What a rank holds of a tensor."""
-    return unwrapped(tensor)[0]
+    is_own = _KINDS.get(type(tensor)) == ""  # the usual case, without further calls
+    return tensor if is_own else unwrapped(tensor)[0]
 
 
 def key_on_rank(tensor: torch.Tensor) -> int:

@@ -13,16 +13,15 @@ _NAMES = {
     "cpu": ("mkldnn.enabled",),
     "cuda": ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"),
 }
-_FLAGS = {
-    kind: tuple((name, attrgetter(name)) for name in names)
-    for kind, names in _NAMES.items()
-}
+_TAKE = {kind: attrgetter(*names, *names[:1]) for kind, names in _NAMES.items()}
 
 
 def backend_flags(device_type: str) -> dict[str, bool]:
     """The settings that kernels of a device depend on, as they are now."""
-    flags = _FLAGS.get(device_type, ())
-    return {name: bool(flag_of(torch.backends)) for name, flag_of in flags}
+    if device_type not in _NAMES:
+        return {}
+    flags = _TAKE[device_type](torch.backends)  # the first of them twice: a tuple
+    return dict(zip(_NAMES[device_type], flags, strict=False))
 
 
 class BackendFlags:

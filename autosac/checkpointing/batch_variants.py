@@ -316,8 +316,9 @@ class BatchForward(StandIn):
             self.states = None
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
-        if thawed := [name for name, one in self.frozen if one.requires_grad]:
-            signature = replace(signature, thawed=tuple(thawed))
+        if self.frozen and any(one.requires_grad for _, one in self.frozen):
+            thawed = tuple(name for name, one in self.frozen if one.requires_grad)
+            signature = replace(signature, thawed=thawed)
         self.signature = signature
         numbers = variants.by_signature.get(signature)
         if numbers is None:

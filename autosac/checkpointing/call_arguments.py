@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -131,7 +131,14 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, kind):
         return change(value)
     if type(value) in (list, tuple):
-        return type(value)([map_nested(item, kind, change) for item in value])
+        return type(value)(
+            [
+                change(item)
+                if isinstance(item, kind)
+                else map_nested(item, kind, change)
+                for item in value
+            ]
+        )
     if isinstance(value, tuple):  # a named one, a `torch.Size`, a `torch.return_types`
         items = [map_nested(item, kind, change) for item in value]
         if all(map(operator.is_, items, value)):
@@ -151,16 +158,23 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     return value
 
 
-def leaves(value: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
+def leaves(value: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """Leaves of one kind in nested values."""
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from leaves(item, kind)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves(item, kind)
+    gathered: list[Any] = []
+    _gather((value,), kind, gathered)
+    return gathered
+
+
+def _gather(
+    values: Iterable[Any], kind: type | tuple[type, ...], gathered: list[Any]
+) -> None:
+    for value in values:
+        if isinstance(value, kind):
+            gathered.append(value)
+        elif isinstance(value, (list, tuple)):
+            _gather(value, kind, gathered)
+        elif isinstance(value, dict):
+            _gather(value.values(), kind, gathered)
 
 
 def is_simple(value: Any) -> bool:

@@ -145,7 +145,7 @@ def run_onward(record: Record, template: Any) -> Any:
         return Handed(outward.again(given, fqn), is_result=outward.is_result)
 
     try:
-        with torch.enable_grad(), _compat_dispatch.below_autograd():
+        with _compat_dispatch.BelowAutograd():
             record.run_again(given, ONWARD)
             return map_nested(record.outward, Outward, hand_on)
     finally:

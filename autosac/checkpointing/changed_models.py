@@ -6,7 +6,7 @@ model's own ``forward`` makes is of the step that was planned.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_not
@@ -17,7 +17,10 @@ import torch
 from autosac import _compat_compiler
 from autosac.step.arguments import warn
 
-_NBYTES, _IS_THERE = attrgetter("nbytes"), partial(is_not, None)
+_VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
+_NBYTES = attrgetter("nbytes")
+_IS_THERE: Callable[[Any], bool] = partial(is_not, None)
+_COMPILED = _compat_compiler.compiled_call
 _Tensors = frozenset[tuple[str, torch.Size, torch.dtype]]
 _Hooks = frozenset[int]
 _Parts = dict[str, tuple[torch.nn.Module, type, _Tensors, _Hooks]]
@@ -43,32 +46,42 @@ class Outline:
         self._parts = _parts(self.model)
         modules = [module for module, *_ in self._parts.values()]
         self._modules = modules
-        self._children = [module._modules for module in modules]
-        self._parameters = [module._parameters for module in modules]
-        self._tensors = [*self._parameters, *(module._buffers for module in modules)]
+        children = [module._modules for module in modules]
+        tensors: list[dict[str, Any]] = [module._parameters for module in modules]
+        tensors += [module._buffers for module in modules]
+        self._children = [own for own in children if own]
+        self._tensors = [own for own in tensors if own]
+        self._empty = [own for own in (*children, *tensors) if not own]
         self._hooks = [module._forward_hooks for module in modules]
         self._last = self._glance()
 
-    def _glance(self) -> tuple[Any, ...]:
+    def _glance(self) -> tuple[list[Any], ...]:
         """What changes with any part, told without a line of Python for each module."""
-        tensors = [*chain.from_iterable(map(dict.values, self._tensors))]
+        tensors = [*chain.from_iterable(map(_VALUES, self._tensors))]
         return (
-            [*chain.from_iterable(map(dict.values, self._children))],
+            [*chain.from_iterable(map(_VALUES, self._children))],
             [*map(id, tensors)],
             [*map(_NBYTES, filter(_IS_THERE, tensors))],
+            [*filter(None, self._empty)],
             [*map(len, self._hooks)],
-            _compat_compiler.compiled_calls(self._modules),
         )
 
     @property
     def device_type(self) -> str:
-        """Type of the device that its first parameter is on."""
-        parameters = chain.from_iterable(map(dict.values, self._parameters))
-        return next((p.device.type for p in parameters if p is not None), "cpu")
+        """Type of the device that its first parameter or buffer is on."""
+        for own in self._tensors:
+            for tensor in own.values():
+                if tensor is not None:
+                    return str(tensor.device.type)
+        return "cpu"
 
     def may_have_changed(self) -> bool:
         """Whether anything is other than at the last `check`."""
-        return self._is_renewed or self._glance() != self._last
+        return (
+            self._is_renewed
+            or any(map(_COMPILED, self._modules))
+            or self._glance() != self._last
+        )
 
     def renew(self) -> None:
         """Take the model as it is, once forward has run."""

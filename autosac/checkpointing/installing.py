@@ -87,10 +87,16 @@ class CheckpointedForward(StandIn):
             warn_of_transform(self.fqn)
             return forward(*args, **kwargs)
 
-        source = self._source(policy, (args, kwargs))
-        given = [local(tensor) for tensor in leaves((args, kwargs), torch.Tensor)]
+        program = self._program(policy)
+        tensors = leaves((args, kwargs), torch.Tensor)
+        source = (
+            Kept((args, kwargs) if program is None else tensors)
+            if not policy.chain and not policy.far
+            else self._source(policy, (args, kwargs))
+        )
+        given = [local(tensor) for tensor in tensors]
         record = Record(policy, given, source.relayed())
-        mode = self._mode(record, forward)
+        mode = self._mode(record, forward, program)
         if isinstance(source, (RelayedCall, NestedCall)):
             source.begin(record)
         run = functools.partial(Frame(source, mode).run, forward, args, kwargs)
@@ -106,12 +112,16 @@ class CheckpointedForward(StandIn):
         self._learn(mode)
         return output
 
+    def _program(self, policy: OpPolicy) -> Program | None:
+        """What a call does, if that is known; tensors alone are then kept of it."""
+        program, losses = self.programs.get(policy.call_index, (None, 0))
+        return program if losses == self.step.losses < _MOST_LOSSES else None
+
     def _mode(
-        self, record: Record, forward: Callable[..., Any]
+        self, record: Record, forward: Callable[..., Any], program: Program | None
     ) -> RecordingMode | KnownMode:
         """The dispatch mode that records a call."""
-        program, losses = self.programs.get(record.policy.call_index, (None, 0))
-        if program is not None and losses == self.step.losses < _MOST_LOSSES:
+        if program is not None:
             return KnownMode(record, program)
         mode = RecordingMode(record)
         attributes = self.snapshots.take()
@@ -135,13 +145,11 @@ class CheckpointedForward(StandIn):
             self.as_planned.add(index)
 
     def _source(self, policy: OpPolicy, arguments: Any) -> Source:
-        """The source of a call's arguments; blocks keep few of them or none."""
+        """The source of a call's arguments that keeps few of them or none."""
         if not policy.chain:
-            if policy.far:
-                source = FarArguments(arguments, policy, self.step.memory)
-                self.step.sources[self.fqn] = source
-                return source
-            return Kept(arguments)
+            source = FarArguments(arguments, policy, self.step.memory)
+            self.step.sources[self.fqn] = source
+            return source
         nest = self.step.nests.get(policy.chain)
         departed = nest is not None and nest.departed
         if nest is not None and not departed and len(nest.calls) == policy.position:

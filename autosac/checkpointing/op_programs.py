@@ -40,10 +40,10 @@ class Program:
         start: How many tensors autograd saves before a mode must begin, -1 if none has
             to,
         place: and the place of the first op that it sees.
-        packs: As in `RecordingMode`.
+        ends: After how many it may end.
     """
 
-    __slots__ = ("first", "funcs", "kinds", "last", "packs", "place", "start")
+    __slots__ = ("ends", "first", "funcs", "kinds", "last", "place", "start")
 
     def __init__(self, mode: RecordingMode) -> None:
         record = mode.record
@@ -63,14 +63,11 @@ class Program:
                 self.kinds[place] = _NOTE
         self.start = 0 if seen else -1
         self.place = 0
-        self.packs = mode.packs
-        for number, place in enumerate(mode.packs, start=1):
+        packs = list(enumerate(mode.packs, start=1))
+        for number, place in packs:
             if 0 <= place <= self.first:
                 self.start, self.place = number, place
-
-    def may_switch(self, number: int) -> bool:
-        """Whether a mode may begin or end when so many tensors are saved."""
-        return number <= len(self.packs) and self.packs[number - 1] >= 0
+        self.ends = frozenset(n for n, place in packs if place > self.last)
 
 
 def _results_in(value: Any) -> list[Result]:
@@ -131,10 +128,9 @@ class KnownMode(_compat.PlainDispatchMode):
         """Called when autograd has saved a tensor."""
         self._packs += 1
         program = self.program
-        if not self._is_on:
-            if self._packs == program.start:
-                self._enter()
-        elif self._place > program.last and program.may_switch(self._packs):
+        if self._packs == program.start:
+            self._enter()
+        elif self._packs in program.ends and self._is_on and self._place > program.last:
             # Behind the kernel of the latest op; before one, it would still be asked.
             is_behind = _compat_autograd.next_sequence_nr() == self._next_node
             if is_behind and _compat_dispatch.num_modes() == self._depth + 1:
@@ -161,7 +157,7 @@ class KnownMode(_compat.PlainDispatchMode):
         if self._funcs[place] is not func or self.paused:
             return self._other(func, args, kwargs)
         self._place = place + 1
-        if place >= self.program.last:
+        if place >= self.program.last and self.program.ends:
             self._next_node = _compat_dispatch.next_node_behind(func)
         kind = self._kinds[place]
         if kind == _PASS:

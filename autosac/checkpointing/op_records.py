@@ -81,13 +81,16 @@ class Call:
             else _filled(value, given, fqn)
             for value in self.args
         ]
-        kwargs = {n: _filled(value, given, fqn) for n, value in self.kwargs.items()}
+        kwargs = self.kwargs
+        if kwargs:
+            kwargs = {n: _filled(value, given, fqn) for n, value in kwargs.items()}
         if self.state is None:
             out = self.kernel(*args, **kwargs)
         else:
             with RandomState(self.state, args, kwargs):
                 out = self.kernel(*args, **kwargs)
-        out = finished(self.func, out)
+        if _compat_dispatch.traits(self.func).is_collective:
+            out = finished(out)
         outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
         for result, tensor in zip(self.results, outputs, strict=True):
             if result is not None:
@@ -157,7 +160,8 @@ class Record:
 
     Attributes:
         calls: Ops that may run again.
-        results: What it made and somebody holds, by the address of the storage.
+        results: What it made and somebody holds, by the address of the storage,
+        numbers: and where its arguments lie, by that too.
         saved: Results that are kept until backward, by the place of the op.
         ended: Saved results that nobody else held any more when the first call ran.
         stop: How many calls there were when autograd saved the last tensor.
@@ -190,10 +194,10 @@ class Record:
         self.outlived: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._given = given
         self._relayed = relayed
-        self._numbers: dict[int, int] = {}
+        self.numbers: dict[int, int] = {}
         for number, tensor in enumerate(given):
-            if _is_plain(type(tensor)):
-                self._numbers.setdefault(key_of(tensor), number)
+            if type(tensor) in _PLAIN_TYPES or _is_plain(type(tensor)):
+                self.numbers.setdefault(tensor.untyped_storage()._cdata, number)
         self._uncounted: set[int] = set()  # what changes without being counted
         self._held: list[Result] = []  # saved ones that somebody else may hold
         self._watched: dict[int, tuple[weakref.ref[Any], int, Result]] = {}
@@ -255,11 +259,6 @@ class Record:
             return [self._reference(item, runs) for item in value]
         return value
 
-    def is_apart(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in no argument, nor in any result that is recorded."""
-        key = tensor.untyped_storage()._cdata
-        return key not in self.results and key not in self._numbers
-
     def locate(
         self, part: Part, tensor: torch.Tensor, runs: int, kept: int = 0
     ) -> None:
@@ -299,7 +298,7 @@ class Record:
                 if saved is not None and result.copied is None:
                     part.version = version_of(saved)
                 return
-        number = self._numbers.get(key)
+        number = self.numbers.get(key)
         if number is None:
             self._locate_outside(part, tensor)
         else:
@@ -330,7 +329,7 @@ class Record:
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Number of the argument in whose memory a tensor lies."""
-        return self._numbers.get(key_of(tensor))
+        return self.numbers.get(key_of(tensor))
 
     def result_of(self, tensor: torch.Tensor) -> Result | None:
         """The result in whose memory a tensor lies."""
@@ -385,7 +384,7 @@ class Record:
     def _is_new(self, call: Call, tensor: torch.Tensor) -> bool:
         """Whether an op made a tensor, rather than handing on what it got."""
         key = key_of(tensor)
-        if key in self.results or key in self._numbers:
+        if key in self.results or key in self.numbers:
             return False
         parts = leaves((call.args, call.kwargs), Part)
         sources = (part.source for part in parts)
@@ -465,7 +464,7 @@ class Record:
         self._on_end = None  # no cycle: backward may never come
         self._held.clear()
         self.results.clear()
-        self._numbers.clear()
+        self.numbers.clear()
         self._given = ()
 
     # --- backward ---------------------------------------------------------------
@@ -473,7 +472,7 @@ class Record:
     def run_again(
         self, given: Sequence[torch.Tensor], runs: int, *, is_last: bool = False
     ) -> None:
-        """Make results again, op by op; to be called within `below_autograd`.
+        """Make results again, op by op; to be called within `BelowAutograd`.
 
         Args:
             given: The tensors among the arguments.

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autosac.step.arguments import autocast_name, warn
 
-_NOTHING = contextlib.nullcontext()
+_USUAL = ("cpu", "cuda")  # types of devices that have autocast
 
 
 class PlannedAutocast:
@@ -30,8 +30,8 @@ class PlannedAutocast:
 
     def watching(
         self, device_type: str, *, is_wrapped: bool
-    ) -> contextlib.AbstractContextManager[None]:
-        """The model's forward runs inside.
+    ) -> contextlib.AbstractContextManager[None] | None:
+        """The model's forward runs inside of what is returned, if anything is.
 
         Args:
             device_type: Of the model.
@@ -39,14 +39,14 @@ class PlannedAutocast:
                 Accelerate does to open autocast in there.
         """
         if self.has_warned or self._planned is None:
-            return _NOTHING
+            return None
         present = _present(device_type)
         if present in (None, self._planned):
-            return _NOTHING
+            return None
         if is_wrapped:
             return self._inside(present, device_type)
         self._say(present, device_type)
-        return _NOTHING
+        return None
 
     @contextlib.contextmanager
     def _inside(self, present: str | None, device_type: str) -> Iterator[None]:
@@ -81,7 +81,7 @@ class PlannedAutocast:
 
 def _present(device_type: str) -> str | None:
     """The type that autocast is on for, '' if it is off; None if there is none."""
-    if not torch.amp.is_autocast_available(device_type):
+    if device_type not in _USUAL and not torch.amp.is_autocast_available(device_type):
         return None
     if not torch.is_autocast_enabled(device_type):
         return ""

@@ -20,7 +20,7 @@ import torch
 from autosac import _compat_dispatch
 from autosac._compat_distributed import local, unwrapped
 from autosac.checkpointing.ambient_state import thread
-from autosac.checkpointing.call_arguments import Handed, Source, leaves
+from autosac.checkpointing.call_arguments import Handed, Kept, Source, leaves
 from autosac.checkpointing.op_programs import KnownMode
 from autosac.checkpointing.op_records import BACKWARD, Record
 from autosac.checkpointing.recording_mode import RecordingMode
@@ -82,6 +82,7 @@ class Frame:
         self.holders: list[weakref.ref[Holder]] = []
         self.is_over = False
         self._is_known = type(mode) is KnownMode
+        self._keeps_arguments = type(source) is Kept
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the unit's forward pass and record it."""
@@ -109,12 +110,15 @@ class Frame:
 
     def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
         record = self.record
-        if self._is_known and type(tensor) in _REAL and record.is_apart(tensor):
-            record.stop = len(record.calls)
-            self.mode.packed(tensor)
-            if not tensor.is_leaf:  # its graph may lead here
-                tensor = _compat_dispatch.detached_unseen(tensor)
-            return self, tensor, tensor._version
+        if self._is_known and type(tensor) in _REAL:
+            key = tensor.untyped_storage()._cdata
+            is_kept = self._keeps_arguments or key not in record.numbers
+            if is_kept and key not in record.results:
+                record.stop = len(record.calls)
+                self.mode.packed(tensor)
+                if not tensor.is_leaf:  # its graph may lead here
+                    tensor = _compat_dispatch.detached_unseen(tensor)
+                return self, tensor, tensor._version
         holder = Holder()
         tensor, holder.wrap = unwrapped(tensor)
         holder.frame, holder.source = self, None
@@ -155,7 +159,7 @@ class Frame:
         """Run the unit again op by op."""
         record, fqn = self.record, self.record.policy.fqn
         try:
-            with torch.enable_grad(), _compat_dispatch.below_autograd():
+            with _compat_dispatch.BelowAutograd():
                 record.run_again(given, BACKWARD, is_last=is_last)
                 for ref in self.holders:
                     holder = ref()

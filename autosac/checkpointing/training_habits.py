@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Protocol
@@ -17,6 +18,7 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 
+_NOTHING = contextlib.nullcontext()
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _LITTLE = 0.01  # of the planned peak: so little is not said
 
@@ -122,15 +124,17 @@ class TrainingHabits:
         self._passes.begin()
         self._look_at_inputs(args, kwargs)
         self._backends.look(device_type)
-        with self._autocast.watching(device_type, is_wrapped=self._is_wrapped):
-            made = self._results.begin(device_type)
-            if made is None:
-                output = forward(*args, **kwargs)
-            else:
-                with made:
+        around = self._autocast.watching(device_type, is_wrapped=self._is_wrapped)
+        made = self._results.begin(device_type)
+        if around is made is None:
+            output = forward(*args, **kwargs)
+        else:
+            with around or _NOTHING:
+                with made or _NOTHING:
                     output = forward(*args, **kwargs)
-                self._results.compare(made, *self._planned(device_type, plan))
-            self._results.end()
+                if made is not None:
+                    self._results.compare(made, *self._planned(device_type, plan))
+        self._results.end()
         self._passes.end(output)
         return output
 

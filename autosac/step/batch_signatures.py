@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ _BY_POSITION = (
     inspect.Parameter.POSITIONAL_OR_KEYWORD,
 )
 _USUAL = ("torch.float32", "torch.int64", "torch.bool")  # types that need no word
+_Leaf = tuple[str, str, tuple[int, ...]]  # place, type and shape
 _PLAIN = (bool, str)  # what steps branch on; numbers may count steps
 
 
@@ -32,7 +33,7 @@ class BatchSignature:
             when the model was planned.
     """
 
-    leaves: tuple[tuple[str, str, tuple[int, ...]], ...]
+    leaves: tuple[_Leaf, ...]
     thawed: tuple[str, ...] = ()
 
     @property
@@ -101,26 +102,24 @@ def signature_of(
         names: Those of the positional ones, as far as they have names: an argument
             is the same however it is passed.
     """
-    named = {
-        names[place] if place < len(names) else f"*{place}": value
-        for place, value in enumerate(args)
-    }
-    leaves = [leaf for name, value in named.items() for leaf in _leaves(name, value)]
-    leaves += [leaf for name, value in kwargs.items() for leaf in _leaves(name, value)]
-    return BatchSignature(tuple(sorted(leaves)))
+    leaves: list[_Leaf] = []
+    for place, value in enumerate(args):
+        _add(names[place] if place < len(names) else f"*{place}", value, leaves)
+    for name, value in kwargs.items():
+        _add(name, value, leaves)
+    leaves.sort()
+    return BatchSignature(tuple(leaves))
 
 
-def _leaves(place: str, value: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    if value is None:
-        return
+def _add(place: str, value: Any, leaves: list[_Leaf]) -> None:
     if isinstance(value, torch.Tensor):
-        yield place, str(value.dtype), tuple(value.shape)
+        leaves.append((place, str(value.dtype), tuple(value.shape)))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _leaves(f"{place}[{number}]", item)
+            _add(f"{place}[{number}]", item, leaves)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _leaves(f"{place}[{key!r}]", item)
-    else:
+            _add(f"{place}[{key!r}]", item, leaves)
+    elif value is not None:
         kind = repr(value) if isinstance(value, _PLAIN) else type(value).__name__
-        yield place, kind, ()
+        leaves.append((place, kind, ()))
