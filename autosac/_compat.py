@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils import parametrize
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
@@ -216,16 +217,47 @@ class PlainDispatchMode(TorchDispatchMode):
     Ops whose kernels run others see the autocast that they were called in.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, sees_autocast: bool = False, **kwargs: Any) -> None:
+        """Args: sees_autocast: It cares for such ops itself."""
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         dispatch = vars(cls).get("__torch_dispatch__")
-        if dispatch is not None:
+        if dispatch is not None and not sees_autocast:
             kept: Any = _compat_autocast.runners_under_autocast(dispatch)
             cls.__torch_dispatch__ = kept  # type: ignore[method-assign]
+
+    def __init__(self) -> None:
+        self._outer: list[tuple[bool, bool, bool]] = []
+
+    # As those of `TorchDispatchMode`, of torch 2.10 to 2.15, without further calls.
+    def __enter__(self) -> PlainDispatchMode:
+        here: Any = _python_dispatch
+        self._outer.append(
+            (
+                here._is_in_torch_dispatch_mode,
+                here._is_in_non_infra_torch_dispatch_mode,
+                here._is_in_any_mode_without_ignore_compile_internals,
+            )
+        )
+        _set_flags(True, True, True)
+        torch._C._push_on_torch_dispatch_stack(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _set_flags(*self._outer.pop())
+        torch._C._pop_torch_dispatch_stack(None)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def _set_flags(is_in_mode: bool, is_in_own: bool, is_seen: bool) -> None:
+    """Note whether a mode is active, and one that sees ops of compiled code."""
+    here: Any = _python_dispatch
+    here._is_in_torch_dispatch_mode = is_in_mode
+    here._is_in_non_infra_torch_dispatch_mode = is_in_own
+    here._is_in_any_mode_without_ignore_compile_internals = is_seen
+    here.set_is_in_mode_without_ignore_compile_internals(is_seen)
 
 
 _NOTHING = contextlib.nullcontext()

@@ -57,7 +57,7 @@ class _Between(_compat.PlainDispatchMode):
     """A dispatch mode between a fake tensor mode and the ops on its plain fakes."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.mode = mode
 
     def __torch_dispatch__(

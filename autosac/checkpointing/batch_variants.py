@@ -141,7 +141,7 @@ class Variants:
         if len(numbers) > 1:
             openings = {number: self.plans[number].opening for number in numbers}
             self._opening = _Opening(openings)
-            self._opening.__enter__()  # type: ignore[no-untyped-call]
+            self._opening.__enter__()
 
     def settle(self, numbers: Container[int]) -> int:
         """The plan to follow where a module begins that is a unit under some plans."""
@@ -156,7 +156,7 @@ class Variants:
     def close(self) -> None:
         """Stop comparing the step's first ops with those of plans."""
         if self._opening is not None:
-            self._opening.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._opening.__exit__(None, None, None)
             self._opening = None
 
 
@@ -172,7 +172,7 @@ class _Opening(_compat.PlainDispatchMode):
     """
 
     def __init__(self, openings: Mapping[int, tuple[str, ...]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.openings = openings
         self.left = list(openings)
         self.depth = _compat_dispatch.num_modes()

@@ -161,7 +161,8 @@ def map_nested(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 def leaves(value: Any, kind: type | tuple[type, ...]) -> list[Any]:
     """Leaves of one kind in nested values."""
     gathered: list[Any] = []
-    _gather((value,), kind, gathered)
+    is_sequence = type(value) is list or type(value) is tuple
+    _gather(value if is_sequence else (value,), kind, gathered)
     return gathered
 
 

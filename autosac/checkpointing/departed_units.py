@@ -118,7 +118,7 @@ class RerunMode(_compat.PlainDispatchMode):
     def __init__(
         self, record: Record, code: Code, given: Sequence[torch.Tensor]
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.record = record
         self.history = code.history
         self.attributes = code.attributes
@@ -162,14 +162,14 @@ class RerunMode(_compat.PlainDispatchMode):
         self.present = self.attributes.resume()
         # If backward runs under autocast, casts of the forward pass are still cached.
         torch.clear_autocast_cache()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         thread.is_inside, thread.is_rerun = self.was
         self.present.restore()
         torch.clear_autocast_cache()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         for tensor, version in self.versions.values():
             _compat_dispatch.set_version(tensor, version)
 

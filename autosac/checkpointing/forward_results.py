@@ -121,7 +121,7 @@ class Made(_compat.PlainDispatchMode):
     """
 
     def __init__(self, device_type: str) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.nbytes = 0
         self._type = device_type
 

@@ -88,15 +88,15 @@ class CheckpointedForward(StandIn):
             return forward(*args, **kwargs)
 
         program = self._program(policy)
-        tensors = leaves((args, kwargs), torch.Tensor)
-        source = (
-            Kept((args, kwargs) if program is None else tensors)
-            if not policy.chain and not policy.far
-            else self._source(policy, (args, kwargs))
-        )
+        tensors = leaves([*args, *kwargs.values()], torch.Tensor)
+        if policy.chain or policy.far:
+            source = self._source(policy, (args, kwargs))
+        else:
+            source = Kept((args, kwargs) if program is None else tensors)
         given = [local(tensor) for tensor in tensors]
         record = Record(policy, given, source.relayed())
-        mode = self._mode(record, forward, program)
+        known = None if program is None else KnownMode(record, program)
+        mode = known or self._recording(record, forward)
         if isinstance(source, (RelayedCall, NestedCall)):
             source.begin(record)
         run = functools.partial(Frame(source, mode).run, forward, args, kwargs)
@@ -113,16 +113,12 @@ class CheckpointedForward(StandIn):
         return output
 
     def _program(self, policy: OpPolicy) -> Program | None:
-        """What a call does, if that is known; tensors alone are then kept of it."""
+        """What a call does, if that is known."""
         program, losses = self.programs.get(policy.call_index, (None, 0))
         return program if losses == self.step.losses < _MOST_LOSSES else None
 
-    def _mode(
-        self, record: Record, forward: Callable[..., Any], program: Program | None
-    ) -> RecordingMode | KnownMode:
-        """The dispatch mode that records a call."""
-        if program is not None:
-            return KnownMode(record, program)
+    def _recording(self, record: Record, forward: Callable[..., Any]) -> RecordingMode:
+        """The dispatch mode that records all of a call."""
         mode = RecordingMode(record)
         attributes = self.snapshots.take()
         record.code = Code(forward, mode.history, attributes, Present())

@@ -67,7 +67,7 @@ class _ForwardGlue(_compat.PlainDispatchMode):
     """
 
     def __init__(self, nest: Nest) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.nest = nest
         self.own: set[int] = set()  # storages made since the nest began
         self._depth = 0
@@ -79,13 +79,13 @@ class _ForwardGlue(_compat.PlainDispatchMode):
         if not self._is_on and not self.nest.is_complete:
             self._depth = _compat_dispatch.num_modes()
             self._is_on = True
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
 
     def end(self) -> None:
         """Called as the nest ends, or comes to a part."""
         if self._is_on and _compat_dispatch.num_modes() == self._depth + 1:
             self._is_on = False
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)
         self._is_paused = True  # if a mode of the model's own is in the way
 
     def run_part(self, run: Callable[[], Any], given: Sequence[torch.Tensor]) -> Any:

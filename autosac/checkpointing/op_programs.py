@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_autograd, _compat_dispatch
+from autosac import _compat, _compat_autocast, _compat_autograd, _compat_dispatch
 from autosac._compat_distributed import are_distributed
 from autosac.checkpointing.op_records import BACKWARD, Call, Record
 from autosac.checkpointing.recording_mode import RecordingMode
@@ -40,10 +40,15 @@ class Program:
         start: How many tensors autograd saves before a mode must begin, -1 if none has
             to,
         place: and the place of the first op that it sees.
-        ends: After how many it may end.
+        switches: After how many it begins or may end,
+        may_end: and whether it may before the unit does.
+        unseen: Ops by their places, but for those to be treated in any way.
     """
 
-    __slots__ = ("ends", "first", "funcs", "kinds", "last", "place", "start")
+    __slots__ = (
+        *("first", "funcs", "kinds", "last", "may_end", "place", "start", "switches"),
+        "unseen",
+    )
 
     def __init__(self, mode: RecordingMode) -> None:
         record = mode.record
@@ -61,13 +66,21 @@ class Program:
         for place, func in enumerate(mode.history.funcs):
             if self.kinds[place] == _PASS and _compat_dispatch.traits(func).is_hidden:
                 self.kinds[place] = _NOTE
+        self.unseen = [
+            func
+            if kind == _PASS and not (func is None or _compat_autocast.is_runner(func))
+            else None
+            for func, kind in zip(self.funcs, self.kinds, strict=True)
+        ]
         self.start = 0 if seen else -1
         self.place = 0
         packs = list(enumerate(mode.packs, start=1))
         for number, place in packs:
             if 0 <= place <= self.first:
                 self.start, self.place = number, place
-        self.ends = frozenset(n for n, place in packs if place > self.last)
+        self.switches = {n for n, place in packs if place > self.last}
+        self.may_end = bool(self.switches)
+        self.switches.add(self.start)
 
 
 def _results_in(value: Any) -> list[Result]:
@@ -78,7 +91,7 @@ def _results_in(value: Any) -> list[Result]:
     return []
 
 
-class KnownMode(_compat.PlainDispatchMode):
+class KnownMode(_compat.PlainDispatchMode, sees_autocast=True):
     """Records what has to be seen of a unit that did the same before.
 
     Args:
@@ -86,20 +99,22 @@ class KnownMode(_compat.PlainDispatchMode):
         program: What it did.
 
     Attributes:
+        num_packed: How many tensors autograd has saved.
         lost: It does something else.
         paused: What runs now does not belong to the unit.
     """
 
     def __init__(self, record: Record, program: Program) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.record = record
         self.program = program
         self._funcs, self._kinds = program.funcs, program.kinds
+        self._unseen: list[Any] = program.unseen
+        self.num_packed = 0
         self.lost = False
         self.paused = False
         self._is_on = False
         self._place = 0
-        self._packs = 0
         self._depth = 0
         self._next_node = -1
 
@@ -119,18 +134,23 @@ class KnownMode(_compat.PlainDispatchMode):
         program = self.program
         if program.first >= 0 and self._place <= program.last and not self.lost:
             self._lose("its end")
-        if self.record.lacks():
+        if self.record.missed and self.record.lacks():
             self._lose("backward reads what it did not read before")
         if self.record.policy.chain:
             self.record.note_output(output)
 
-    def packed(self, tensor: torch.Tensor) -> None:
+    def packed(self, _: torch.Tensor) -> None:
         """Called when autograd has saved a tensor."""
-        self._packs += 1
+        self.num_packed += 1
+        if self.num_packed in self.program.switches:
+            self.switch()
+
+    def switch(self) -> None:
+        """Begin to see ops, or end it, after as many saved tensors as that takes."""
         program = self.program
-        if self._packs == program.start:
+        if self.num_packed == program.start:
             self._enter()
-        elif self._packs in program.ends and self._is_on and self._place > program.last:
+        elif self._is_on and self._place > program.last:
             # Behind the kernel of the latest op; before one, it would still be asked.
             is_behind = _compat_autograd.next_sequence_nr() == self._next_node
             if is_behind and _compat_dispatch.num_modes() == self._depth + 1:
@@ -140,15 +160,25 @@ class KnownMode(_compat.PlainDispatchMode):
         if _compat_dispatch.num_modes() == self._depth:  # else ours would not be last
             self._place = self.program.place
             self._is_on = True
-            self.__enter__()  # type: ignore[no-untyped-call]
+            self.__enter__()
 
     def _leave(self) -> None:
         self._is_on = False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if self._unseen[self._place] is func and not (types or self.paused):
+            self._place += 1
+            if self.program.may_end:
+                self._next_node = _compat_dispatch.next_node_behind(func)
+            return func(*args, **(kwargs or {}))
+        return self._see(func, types, args, kwargs)
+
+    @_compat_autocast.runners_under_autocast
+    def _see(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op that may not be left alone."""
         if types and are_distributed(types):
             self.record.leave(func, args, kwargs)
             return NotImplemented
@@ -157,7 +187,7 @@ class KnownMode(_compat.PlainDispatchMode):
         if self._funcs[place] is not func or self.paused:
             return self._other(func, args, kwargs)
         self._place = place + 1
-        if place >= self.program.last and self.program.ends:
+        if place >= self.program.last and self.program.may_end:
             self._next_node = _compat_dispatch.next_node_behind(func)
         kind = self._kinds[place]
         if kind == _PASS:
@@ -206,7 +236,8 @@ class KnownMode(_compat.PlainDispatchMode):
     def _lose(self, what: str) -> None:
         if not self.lost:
             self.lost = True
-            self._funcs, self._place = [None], 0
+            self._funcs = self._unseen = [None]
+            self._place = 0
             warnings.warn(
                 f"AC unit `{self.record.policy.fqn}` does something else than in the"
                 f" steps before ({what}). What it cannot make again for this call is"

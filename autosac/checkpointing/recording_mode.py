@@ -78,7 +78,7 @@ class RecordingMode(_compat.PlainDispatchMode):
     """
 
     def __init__(self, record: Record) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.record = record
         self.history = History()
         self.packs: list[int] = []
@@ -137,11 +137,11 @@ class RecordingMode(_compat.PlainDispatchMode):
 
     def begin(self) -> None:
         """Called as the unit begins."""
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self.__enter__()
 
     def end(self) -> None:
         """Called as the unit ends, even by an error."""
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.__exit__(None, None, None)
 
     def packed(self, tensor: torch.Tensor) -> None:
         """Called when autograd has saved a tensor."""

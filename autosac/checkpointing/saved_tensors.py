@@ -81,7 +81,7 @@ class Frame:
         self.record: Record = mode.record
         self.holders: list[weakref.ref[Holder]] = []
         self.is_over = False
-        self._is_known = type(mode) is KnownMode
+        self._known = mode if isinstance(mode, KnownMode) else None
         self._keeps_arguments = type(source) is Kept
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -100,7 +100,8 @@ class Frame:
             if record.is_exact:
                 record.drop_calls()
                 record.code = None
-                self.source.keep_tensors_alone()
+                if self._known is None or not self._keeps_arguments:
+                    self.source.keep_tensors_alone()
             elif record.code is not None:
                 record.code.keep()
         finally:
@@ -110,12 +111,15 @@ class Frame:
 
     def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
         record = self.record
-        if self._is_known and type(tensor) in _REAL:
+        known = self._known
+        if known is not None and type(tensor) in _REAL:
             key = tensor.untyped_storage()._cdata
             is_kept = self._keeps_arguments or key not in record.numbers
             if is_kept and key not in record.results:
                 record.stop = len(record.calls)
-                self.mode.packed(tensor)
+                known.num_packed += 1
+                if known.num_packed in known.program.switches:
+                    known.switch()
                 if not tensor.is_leaf:  # its graph may lead here
                     tensor = _compat_dispatch.detached_unseen(tensor)
                 return self, tensor, tensor._version

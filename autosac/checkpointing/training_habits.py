@@ -126,7 +126,7 @@ class TrainingHabits:
         self._backends.look(device_type)
         around = self._autocast.watching(device_type, is_wrapped=self._is_wrapped)
         made = self._results.begin(device_type)
-        if around is made is None:
+        if around is None and made is None:
             output = forward(*args, **kwargs)
         else:
             with around or _NOTHING:

@@ -188,7 +188,7 @@ class _Counter(_compat.PlainDispatchMode):
     """Counts ops as `host_times` does."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.num_ops: int = 0
 
     def __torch_dispatch__(

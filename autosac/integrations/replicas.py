@@ -76,7 +76,7 @@ class Replica:
         """
         if self.group is None:
             return contextlib.nullcontext()
-        return _Alone()  # type: ignore[no-untyped-call]
+        return _Alone()
 
     def returned(self, output: Any) -> Any:
         """What DDP returns in place of a model's output."""

@@ -51,7 +51,7 @@ class _UpdateAccount(_compat.PlainDispatchMode, Account):
     """The account of what the steps of an optimizer make while nothing is recorded."""
 
     def __init__(self, recorder: Recorder) -> None:
-        _compat.PlainDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        _compat.PlainDispatchMode.__init__(self)
         Account.__init__(self, recorder.device_type, recorder.granularity_bytes)
         self.recorder = recorder
         self.peak_bytes = 0

@@ -251,7 +251,7 @@ class _Follower(_compat.PlainDispatchMode):
     """
 
     def __init__(self, expected: list[str]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.expected = expected
         self.place = 0
         self.shared: set[int] = set()

@@ -73,7 +73,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         finds_draws: bool = False,
         most_bytes: int | None = None,
     ) -> None:
-        _compat.PlainDispatchMode.__init__(self)  # type: ignore[no-untyped-call]
+        _compat.PlainDispatchMode.__init__(self)
         SavedTensors.__init__(self, device_type, granularity_bytes, mode)
         self.model = model
         self.finds_draws = finds_draws
