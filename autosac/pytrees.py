@@ -33,7 +33,7 @@ _SEQUENCES = frozenset((list, tuple))  # likewise, as they have no attributes
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Tensors in nested lists, tuples and mappings."""
     tensors: list[torch.Tensor] = []
-    _collect((value,), tensors)
+    _collect(value if type(value) in _SEQUENCES else (value,), tensors)
     return iter(tensors)
 
 

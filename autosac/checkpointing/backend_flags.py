@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from typing import Any
 
 import torch
 
@@ -13,15 +14,18 @@ _NAMES = {
     "cpu": ("mkldnn.enabled",),
     "cuda": ("cudnn.enabled", "cudnn.benchmark", "cudnn.deterministic"),
 }
-_TAKE = {kind: attrgetter(*names, *names[:1]) for kind, names in _NAMES.items()}
+_TAKE = {kind: attrgetter(*names) for kind, names in _NAMES.items()}
+
+
+def flags_of(device_type: str) -> Any:
+    """The settings that kernels of a device depend on, to be compared with earlier."""
+    return _TAKE[device_type](torch.backends)
 
 
 def backend_flags(device_type: str) -> dict[str, bool]:
     """The settings that kernels of a device depend on, as they are now."""
-    if device_type not in _NAMES:
-        return {}
-    flags = _TAKE[device_type](torch.backends)  # the first of them twice: a tuple
-    return dict(zip(_NAMES[device_type], flags, strict=False))
+    names = _NAMES.get(device_type, ())
+    return {name: bool(attrgetter(name)(torch.backends)) for name in names}
 
 
 class BackendFlags:
@@ -40,8 +44,6 @@ class BackendFlags:
         if planned is None:
             return
         present = backend_flags(device_type)
-        if present == planned:
-            return
         for name in planned.keys() & present.keys():
             if planned[name] != present[name]:
                 self._planned = None

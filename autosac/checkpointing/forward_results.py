@@ -62,8 +62,8 @@ class ForwardResults:
             return None
         self._steps += 1
         self._changed = {}
-        if self._looks < _MOST_LOOKS:
-            is_due = self._steps <= _EACH_OF or self._steps % _ONE_OF == 0
+        is_due = self._steps <= _EACH_OF or self._steps % _ONE_OF == 0
+        if self._looks < _MOST_LOOKS and (is_due or self._attributes.moving):
             self._changed = self._attributes.changed(of_all=is_due)
         wanted = self._wanted(self._changed) if self._changed else []
         # The first step may set the model up.
@@ -157,12 +157,15 @@ class _PlainAttributes:
 
     Args:
         model: The model.
+
+    Attributes:
+        moving: Owners of such that change from time to time.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._owners: list[_Owner] = []  # found in the first step
-        self._moving: list[_Owner] = []  # which change from time to time
+        self.moving: list[_Owner] = []
         self._num_renewed = 0
 
     def __reduce__(self) -> tuple[type[_PlainAttributes], tuple[torch.nn.Module]]:
@@ -173,7 +176,7 @@ class _PlainAttributes:
         self._num_renewed += 1
         if self._num_renewed <= _MOST_RENEWED:
             self._move(owner for owner in self._owners if owner.has_changed())
-        for owner in self._moving:
+        for owner in self.moving:
             owner.renew()
 
     def changed(self, *, of_all: bool) -> _Changed:
@@ -184,9 +187,7 @@ class _PlainAttributes:
         """
         if not self._owners:
             self._owners = list(_owners(self._model))
-        owners = self._owners if of_all else self._moving
-        if not owners:
-            return {}
+        owners = self._owners if of_all else self.moving
         changed = [owner for owner in owners if owner.has_changed()]
         self._move(changed)
         return {
@@ -196,7 +197,7 @@ class _PlainAttributes:
         }
 
     def _move(self, owners: Iterable[_Owner]) -> None:
-        self._moving += [owner for owner in owners if owner not in self._moving]
+        self.moving += [owner for owner in owners if owner not in self.moving]
 
 
 class _Owner:

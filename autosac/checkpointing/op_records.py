@@ -65,7 +65,9 @@ class Call:
     def __init__(self, place: int, func: Any, runs: int) -> None:
         self.place = place
         self.func = func
-        self.kernel = _compat_autocast.as_called(func)
+        self.kernel: Callable[..., Any] = func
+        if _compat_autocast.is_runner(func):
+            self.kernel = _compat_autocast.as_called(func)
         self.runs = runs
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
@@ -280,7 +282,8 @@ class Record:
         if result is not None:
             saved = result.tensor
             is_as_made = saved is not None or (
-                result.counted(tensor) == version_of(tensor)
+                (result.version if result.apart is None else result.counted(tensor))
+                == version_of(tensor)
             )
             is_saved = bool(kept & BACKWARD)  # by autograd
             if missing := is_as_made and (runs | kept) & ~result.available:
@@ -458,7 +461,7 @@ class Record:
 
     def close(self) -> None:
         """The forward pass is over: watch nothing any more."""
-        if not self.is_exact:
+        if self.code is not None and not self.is_exact:
             self.outlived = {id(r): weakref.ref(held) for r, held in self.alive()}
         self._watched.clear()
         self._on_end = None  # no cycle: backward may never come

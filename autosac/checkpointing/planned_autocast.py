@@ -11,8 +11,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from autosac.step.arguments import autocast_name, warn
 
-_USUAL = ("cpu", "cuda")  # types of devices that have autocast
-
 
 class PlannedAutocast:
     """Compares the autocast of each step's forward with the planned one; warns once.
@@ -81,7 +79,7 @@ class PlannedAutocast:
 
 def _present(device_type: str) -> str | None:
     """The type that autocast is on for, '' if it is off; None if there is none."""
-    if device_type not in _USUAL and not torch.amp.is_autocast_available(device_type):
+    if not torch.amp.is_autocast_available(device_type):
         return None
     if not torch.is_autocast_enabled(device_type):
         return ""

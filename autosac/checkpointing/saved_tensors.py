@@ -97,7 +97,7 @@ class Frame:
                     thread.is_inside = False
                     mode.end()
             mode.finish(output)
-            if record.is_exact:
+            if record.code is None or record.is_exact:
                 record.drop_calls()
                 record.code = None
                 if self._known is None or not self._keeps_arguments:
@@ -124,10 +124,14 @@ class Frame:
                     tensor = _compat_dispatch.detached_unseen(tensor)
                 return self, tensor, tensor._version
         holder = Holder()
-        tensor, holder.wrap = unwrapped(tensor)
+        holder.wrap = None
+        if type(tensor) not in _REAL:
+            tensor, holder.wrap = unwrapped(tensor)
         holder.frame, holder.source = self, None
         holder.tensor = holder.whole = None
-        if record.is_exact:  # else what would be kept is made again
+        if (
+            record.code is None or record.is_exact
+        ):  # else what would be kept is made again
             record.locate(holder, tensor, BACKWARD, BACKWARD)
         record.stop = len(record.calls)
         self.holders.append(weakref.ref(holder))

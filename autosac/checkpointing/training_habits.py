@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autosac.checkpointing.backend_flags import BackendFlags
+from autosac.checkpointing.backend_flags import BackendFlags, flags_of
 from autosac.checkpointing.backward_passes import BackwardPasses
 from autosac.checkpointing.earlier_gradients import EarlierGradients
 from autosac.checkpointing.forward_results import ForwardResults
@@ -67,6 +67,18 @@ class Facts(Protocol):
     def op_policies(self) -> tuple[Any, ...]: ...
 
 
+def _ambient(device_type: str) -> tuple[Any, ...] | None:
+    """Autocast and settings of backends, as they are now; None if one has to look."""
+    if device_type not in ("cpu", "cuda"):
+        return None
+    return (
+        device_type,
+        torch.is_autocast_enabled(device_type),
+        torch.get_autocast_dtype(device_type),
+        flags_of(device_type),
+    )
+
+
 class TrainingHabits:
     """Runs the forward of each step and looks at how it is called.
 
@@ -89,6 +101,7 @@ class TrainingHabits:
     ) -> None:
         self._model = model
         self._is_wrapped = is_wrapped
+        self._usual: tuple[Any, ...] | None = None  # what steps run under: all was said
         self._little_bytes = _LITTLE * plan.peak_bytes if trains_all else 0
         self._trains_inputs = plan.trains_inputs is not False
         self._warns_of_transform = not plan.op_policies  # units do
@@ -123,8 +136,12 @@ class TrainingHabits:
         self._gradients.look(self._model)
         self._passes.begin()
         self._look_at_inputs(args, kwargs)
-        self._backends.look(device_type)
-        around = self._autocast.watching(device_type, is_wrapped=self._is_wrapped)
+        around = None
+        ambient = _ambient(device_type)
+        if ambient is None or ambient != self._usual:
+            self._backends.look(device_type)
+            around = self._autocast.watching(device_type, is_wrapped=self._is_wrapped)
+            self._usual = ambient if around is None else None
         made = self._results.begin(device_type)
         if around is None and made is None:
             output = forward(*args, **kwargs)
