@@ -249,6 +249,7 @@ class BatchForward(StandIn):
             is_wrapped=self.own_forward is not None,
         )
         self.signature = variants.plans[0].signatures[0]
+        self.is_alike = False  # batch of this step and of the one before
         self.states: OptimizerStates | None = None
         self.by_hand = False
         self.steps: list[Step] = []
@@ -287,7 +288,7 @@ class BatchForward(StandIn):
             variants.is_running = variants.is_step = False
             variants.close()
             if is_step:
-                self.places.outline.renew()
+                self.places.outline.renew(is_alike=self.is_alike)
 
     def _followed(self) -> Planned | None:
         """The plan of the step that runs.
@@ -319,11 +320,12 @@ class BatchForward(StandIn):
         if self.frozen and any(one.requires_grad for _, one in self.frozen):
             thawed = tuple(name for name, one in self.frozen if one.requires_grad)
             signature = replace(signature, thawed=thawed)
-        self.signature = signature
+        is_alike, self.signature = signature == self.signature, signature
         numbers = variants.by_signature.get(signature)
         if numbers is None:
             numbers = self._meet(signature, args, kwargs)
             variants.by_signature[signature] = numbers
+        self.is_alike = is_alike and len(numbers) == 1
         for number in numbers:
             self.steps[number].calls.clear()
         variants.open(numbers)

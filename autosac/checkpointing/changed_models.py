@@ -17,6 +17,7 @@ import torch
 from autosac import _compat_compiler
 from autosac.step.arguments import warn
 
+_MOST_RENEWED = 16  # steps in a row in which forward may change nothing
 _VALUES: Callable[[dict[str, Any]], Iterable[Any]] = dict.values
 _NBYTES = attrgetter("nbytes")
 _IS_THERE: Callable[[Any], bool] = partial(is_not, None)
@@ -40,6 +41,7 @@ class Outline:
         self.model = model
         self.has_warned = False
         self._is_renewed = True
+        self._renewals_left = _MOST_RENEWED
         self._look()
 
     def _look(self) -> None:
@@ -83,10 +85,18 @@ class Outline:
             or self._glance() != self._last
         )
 
-    def renew(self) -> None:
-        """Take the model as it is, once forward has run."""
+    def renew(self, *, is_alike: bool = False) -> None:
+        """Take the model as it is, once forward has run.
+
+        Args:
+            is_alike: On a batch like that of the step before. After some steps it is
+                then known whether forward changes anything.
+        """
+        if is_alike and not self._renewals_left:
+            return
+        self._renewals_left -= bool(self._renewals_left)
         if self._glance() != self._last:
-            self._is_renewed = True
+            self._is_renewed, self._renewals_left = True, _MOST_RENEWED
             self._look()
 
     def check(self) -> None:

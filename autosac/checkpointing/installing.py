@@ -87,7 +87,9 @@ class CheckpointedForward(StandIn):
             warn_of_transform(self.fqn)
             return forward(*args, **kwargs)
 
-        program = self._program(policy)
+        program, losses = self.programs.get(policy.call_index, (None, 0))
+        if not losses == self.step.losses < _MOST_LOSSES:
+            program = None
         tensors = leaves([*args, *kwargs.values()], torch.Tensor)
         if policy.chain or policy.far:
             source = self._source(policy, (args, kwargs))
@@ -109,13 +111,11 @@ class CheckpointedForward(StandIn):
         if isinstance(source, FarArguments) and record.is_exact:
             source.send([record.saved[place] for place in policy.far_ops])
             self.step.park(source, policy.far_until)
-        self._learn(mode)
+        if isinstance(mode, KnownMode):
+            self.step.losses += mode.lost
+        else:
+            self._learn(mode)
         return output
-
-    def _program(self, policy: OpPolicy) -> Program | None:
-        """What a call does, if that is known."""
-        program, losses = self.programs.get(policy.call_index, (None, 0))
-        return program if losses == self.step.losses < _MOST_LOSSES else None
 
     def _recording(self, record: Record, forward: Callable[..., Any]) -> RecordingMode:
         """The dispatch mode that records all of a call."""
@@ -124,16 +124,14 @@ class CheckpointedForward(StandIn):
         record.code = Code(forward, mode.history, attributes, Present())
         return mode
 
-    def _learn(self, mode: RecordingMode | KnownMode) -> None:
-        """Remember the ops of a call, or count that it ran others than remembered.
+    def _learn(self, mode: RecordingMode) -> None:
+        """Remember the ops of a call.
 
         It must have gone as planned to the end twice in a row: a model may change
         itself in its first step, and a layer that is dropped ends early.
         """
         index = mode.record.policy.call_index
-        if isinstance(mode, KnownMode):
-            self.step.losses += mode.lost
-        elif mode.record.code is not None or not mode.has_ended:
+        if mode.record.code is not None or not mode.has_ended:
             self.as_planned.discard(index)
         elif index in self.as_planned:
             self.programs[index] = (Program(mode), self.step.losses)

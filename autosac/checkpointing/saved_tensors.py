@@ -145,7 +145,7 @@ class Frame:
         try:
             with _compat_dispatch.untransformed():
                 template = self.source.again()
-                if self.record.is_exact:
+                if self.record.code is None or self.record.is_exact:
                     handed = leaves(template, Handed)
                     given = [local(argument.tensor) for argument in handed]
                     self._repeat(given, is_last=is_last)
