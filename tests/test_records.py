@@ -1,3 +1,4 @@
+import gc
 import weakref
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autosac.checkpointing import installing
 from autosac.planning.spelling import spell_out
+from autosac.tracing.collecting import no_collections
 from autosac.units.policies import RERUN, SAVE, Policy
 from tests.models import WIDTH, Case
 from tests.training import rows
@@ -48,8 +50,8 @@ class Lifetimes(TorchDispatchMode):
         return out
 
 
-def _planned(holds):
-    """`linear` is saved, what follows is made again."""
+def _planned(holds, at_end=RERUN):
+    """`linear` is saved, what follows is made again, or all but what is at its end."""
 
     def make_model():
         model = nn.Sequential(Shifted())
@@ -62,6 +64,7 @@ def _planned(holds):
     (policy,) = spell_out(profile, {unit: Policy(RERUN * len(unit.groups))})
     saved = {"aten.addmm.default": SAVE, "aten.add.Tensor": RERUN}
     saved["aten.exp.default"] = RERUN
+    saved["aten.sigmoid.default"] = at_end
     actions = "".join(map(saved.get, policy.names, policy.actions))
     installing.install(model, (replace(policy, actions=actions),))
     return model
@@ -90,3 +93,30 @@ def test_a_saved_result_stays_while_the_graph_is_retained():
 
         assert lifetimes.alive == [True, True, True, False]  # one forward
         assert all(torch.equal(gradients[0], gradient) for gradient in gradients)
+
+
+@pytest.mark.parametrize("what", ["weight", "argument", "result"])
+def test_what_a_known_unit_leaves_to_autograd_must_stay_as_it_is(what):
+    model, inputs = _planned(holds=False, at_end=SAVE), rows().requires_grad_()
+    for _ in range(3):
+        model(inputs).sum().backward()
+    output = model(inputs)
+    tensors = {"weight": model[0].linear.weight, "argument": inputs, "result": output}
+    with torch.no_grad():
+        tensors[what].add_(1)
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        output.sum().backward()
+
+
+def test_what_a_known_unit_leaves_to_autograd_goes_with_its_graph():
+    model = _planned(holds=False, at_end=SAVE)
+    for _ in range(3):
+        model(rows()).sum().backward()
+    gc.collect()
+    with no_collections():
+        output = model(rows())  # which its own function saves
+        storage = weakref.ref(output.untyped_storage())
+        del output
+
+        assert storage() is None

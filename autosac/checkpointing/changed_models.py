@@ -1,7 +1,8 @@
 """What comes into a model, or changes in it, after a plan was applied.
 
 Whatever is done to a model between two steps is seen as the next one begins. What the
-model's own ``forward`` makes is of the step that was planned.
+model's own ``forward`` makes in its first steps, or on another batch than in the step
+before, is of the step that was planned.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What comes into a model, or changes in it, after a plan was applied."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -30,6 +31,20 @@ class MakesParts(Blocks):
             self.first = torch.nn.GELU()
         self.latest = torch.nn.GELU()
         return super().forward(self.first(self.latest(x * self.table)))
+
+
+class MakesPartLater(Blocks):
+    """Makes a buffer in its 20th step."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_steps = 0
+
+    def forward(self, x):
+        self.num_steps += 1
+        if self.num_steps == 20:
+            self.register_buffer("late", torch.ones(WIDTH))
+        return super().forward(x)
 
 
 def adds_block(model):
@@ -128,3 +143,22 @@ def test_copies_and_what_forward_makes_are_not_said():
     gradients(model)
 
     gradients(copy.deepcopy(model))  # warnings fail tests
+
+
+@pytest.mark.parametrize("num_rows", [64, 32])
+def test_what_forward_makes_first_in_a_later_step_is_said_if_no_batch_differs(num_rows):
+    batches = [torch.randn(rows, WIDTH) for rows in (64, 32)]
+    model = MakesPartLater()
+    autosac.plan(
+        model, batches, loss_fn=lambda x: x.square().sum(), memory_budget="1GiB"
+    ).apply(model)
+    for rows in (*[64] * 19, num_rows):
+        model(torch.randn(rows, WIDTH)).square().sum().backward()
+        model.zero_grad()
+
+    is_said = num_rows == 64
+    what = "The model itself got other parameters or buffers"
+    context = pytest.warns(UserWarning, match=what) if is_said else nullcontext()
+    with context:
+        gradients(model)
+    gradients(model)  # warnings fail tests

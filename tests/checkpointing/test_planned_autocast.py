@@ -54,6 +54,7 @@ def test_a_step_under_other_autocast_than_planned_is_said_once(of_plan, of_step,
     assert not plan.policy
 
     model = plan.apply(make_model())
+    train(model, of_plan)  # of which nothing is said
     with pytest.warns(UserWarning, match="autocast") as caught:
         train(model, of_step)
 

@@ -120,6 +120,7 @@ def test_backward_inside_of_autocast_is_said_where_units_rerun():
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_another_backend_than_the_planned_one_is_said_once():
     model = planned(Model()).apply(Model())
+    train(model, evaluates)  # of which nothing is said
     # Set so because PyTorch's own tests, once imported, forbid to set it for good.
     other = torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled)
     with (
