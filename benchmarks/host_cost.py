@@ -150,8 +150,8 @@ def main() -> None:
         f"# Host cost: {NUM_BLOCKS} blocks of width {WIDTH}, forward and backward\n\n"
         f"`python -m benchmarks.host_cost --device {options.device}`: medians of"
         f" {num_rounds} rounds in which all"
-        f" took turns{' (CPU time)' if options.device == 'cpu' else ''}. Plans by budget: share of the way from the floor to the"
-        " baseline.\n"
+        f" took turns{'' if options.device == 'cuda' else ', in CPU time'}. Plans by"
+        " budget: share of the way from the floor to the baseline.\n"
         + "".join(f"\n- {key}: {value}" for key, value in environment().items())
     )
     options.output.parent.mkdir(exist_ok=True)

@@ -112,17 +112,14 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
         record = self.record
         known = self._known
-        if known is not None and type(tensor) in _REAL:
-            key = tensor.untyped_storage()._cdata
-            is_kept = self._keeps_arguments or key not in record.numbers
-            if is_kept and key not in record.results:
-                record.stop = len(record.calls)
-                known.num_packed += 1
-                if known.num_packed in known.program.switches:
-                    known.switch()
-                if not tensor.is_leaf:  # its graph may lead here
-                    tensor = _compat_dispatch.detached_unseen(tensor)
-                return self, tensor, tensor._version
+        if known is not None and type(tensor) in _REAL and self._is_apart(tensor):
+            record.stop = len(record.calls)
+            known.num_packed += 1
+            if known.num_packed in known.program.switches:
+                known.switch()
+            if not tensor.is_leaf:  # its graph may lead here
+                tensor = _compat_dispatch.detached_unseen(tensor)
+            return self, tensor, tensor._version
         holder = Holder()
         holder.wrap = None
         if type(tensor) not in _REAL:
@@ -137,6 +134,15 @@ class Frame:
         self.holders.append(weakref.ref(holder))
         self.mode.packed(tensor)
         return holder
+
+    def _is_apart(self, tensor: torch.Tensor) -> bool:
+        """Whether a plain tensor is kept whatever becomes of the unit's results."""
+        record = self.record
+        if self._keeps_arguments and not record.results:
+            return True
+        key = tensor.untyped_storage()._cdata
+        is_kept = self._keeps_arguments or key not in record.numbers
+        return is_kept and key not in record.results
 
     def run_again(self) -> None:
         """Give all holders that are alive their tensors."""
