@@ -34,19 +34,11 @@ class Traits:
         only_makes: It returns new tensors only.
         is_literal: It takes a tensor that Python made of numbers.
         is_wait: It waits for a collective.
-        is_collective: It is one, or waits for one.
     """
 
     __slots__ = (
         *("func", "is_hidden", "is_literal", "is_random", "is_view", "name"),
-        *(
-            "is_collective",
-            "is_wait",
-            "only_makes",
-            "returned",
-            "statistics",
-            "written",
-        ),
+        *("is_wait", "only_makes", "returned", "statistics", "written"),
     )
 
     def __init__(self, func: Any) -> None:
@@ -66,7 +58,6 @@ class Traits:
         self.only_makes = makes_all_results(func)
         self.is_literal = func is torch.ops.aten.lift_fresh.default
         self.is_wait = self.name in WAITS
-        self.is_collective = getattr(func, "namespace", "") == "_c10d_functional"
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments of a call that it mutates."""

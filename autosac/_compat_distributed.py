@@ -170,8 +170,10 @@ def is_collective(name: str) -> bool:
     return name.startswith("_c10d_functional.")
 
 
-def finished(result: Any) -> Any:
-    """The result of a collective, after waiting for it."""
+def finished(func: Any, result: Any) -> Any:
+    """The result of an op, after waiting for it if it is a collective."""
+    if not is_collective(_compat.op_name(func)):
+        return result
     return mapped(torch.ops._c10d_functional.wait_tensor.default, result)
 
 

@@ -65,9 +65,7 @@ class Call:
     def __init__(self, place: int, func: Any, runs: int) -> None:
         self.place = place
         self.func = func
-        self.kernel: Callable[..., Any] = func
-        if _compat_autocast.is_runner(func):
-            self.kernel = _compat_autocast.as_called(func)
+        self.kernel = _compat_autocast.as_called(func)
         self.runs = runs
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
@@ -83,16 +81,13 @@ class Call:
             else _filled(value, given, fqn)
             for value in self.args
         ]
-        kwargs = self.kwargs
-        if kwargs:
-            kwargs = {n: _filled(value, given, fqn) for n, value in kwargs.items()}
+        kwargs = {n: _filled(value, given, fqn) for n, value in self.kwargs.items()}
         if self.state is None:
             out = self.kernel(*args, **kwargs)
         else:
             with RandomState(self.state, args, kwargs):
                 out = self.kernel(*args, **kwargs)
-        if _compat_dispatch.traits(self.func).is_collective:
-            out = finished(out)
+        out = finished(self.func, out)
         outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
         for result, tensor in zip(self.results, outputs, strict=True):
             if result is not None:
@@ -162,8 +157,7 @@ class Record:
 
     Attributes:
         calls: Ops that may run again.
-        results: What it made and somebody holds, by the address of the storage,
-        numbers: and where its arguments lie, by that too.
+        results: What it made and somebody holds, by the address of the storage.
         saved: Results that are kept until backward, by the place of the op.
         ended: Saved results that nobody else held any more when the first call ran.
         stop: How many calls there were when autograd saved the last tensor.
@@ -196,10 +190,10 @@ class Record:
         self.outlived: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._given = given
         self._relayed = relayed
-        self.numbers: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
         for number, tensor in enumerate(given):
-            if type(tensor) in _PLAIN_TYPES or _is_plain(type(tensor)):
-                self.numbers.setdefault(tensor.untyped_storage()._cdata, number)
+            if _is_plain(type(tensor)):
+                self._numbers.setdefault(key_of(tensor), number)
         self._uncounted: set[int] = set()  # what changes without being counted
         self._held: list[Result] = []  # saved ones that somebody else may hold
         self._watched: dict[int, tuple[weakref.ref[Any], int, Result]] = {}
@@ -282,8 +276,7 @@ class Record:
         if result is not None:
             saved = result.tensor
             is_as_made = saved is not None or (
-                (result.version if result.apart is None else result.counted(tensor))
-                == version_of(tensor)
+                result.counted(tensor) == version_of(tensor)
             )
             is_saved = bool(kept & BACKWARD)  # by autograd
             if missing := is_as_made and (runs | kept) & ~result.available:
@@ -301,7 +294,7 @@ class Record:
                 if saved is not None and result.copied is None:
                     part.version = version_of(saved)
                 return
-        number = self.numbers.get(key)
+        number = self._numbers.get(key)
         if number is None:
             self._locate_outside(part, tensor)
         else:
@@ -332,7 +325,7 @@ class Record:
 
     def number_of(self, tensor: torch.Tensor) -> int | None:
         """Number of the argument in whose memory a tensor lies."""
-        return self.numbers.get(key_of(tensor))
+        return self._numbers.get(key_of(tensor))
 
     def result_of(self, tensor: torch.Tensor) -> Result | None:
         """The result in whose memory a tensor lies."""
@@ -387,7 +380,7 @@ class Record:
     def _is_new(self, call: Call, tensor: torch.Tensor) -> bool:
         """Whether an op made a tensor, rather than handing on what it got."""
         key = key_of(tensor)
-        if key in self.results or key in self.numbers:
+        if key in self.results or key in self._numbers:
             return False
         parts = leaves((call.args, call.kwargs), Part)
         sources = (part.source for part in parts)
@@ -461,13 +454,13 @@ class Record:
 
     def close(self) -> None:
         """The forward pass is over: watch nothing any more."""
-        if self.code is not None and not self.is_exact:
+        if not self.is_exact:
             self.outlived = {id(r): weakref.ref(held) for r, held in self.alive()}
         self._watched.clear()
         self._on_end = None  # no cycle: backward may never come
         self._held.clear()
         self.results.clear()
-        self.numbers.clear()
+        self._numbers.clear()
         self._given = ()
 
     # --- backward ---------------------------------------------------------------

@@ -62,9 +62,7 @@ class Holder(Part):
 # What autograd keeps of a unit whatever is made again: the call, which lives as long as
 # any of it does, a tensor and its version.
 _Apart = tuple["Frame", torch.Tensor, int]
-
-
-_REAL = (torch.Tensor, torch.nn.Parameter)  # types
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of such tensors
 
 
 class Frame:
@@ -97,7 +95,7 @@ class Frame:
                     thread.is_inside = False
                     mode.end()
             mode.finish(output)
-            if record.code is None or record.is_exact:
+            if record.is_exact:
                 record.drop_calls()
                 record.code = None
                 if self._known is None or not self._keeps_arguments:
@@ -112,7 +110,7 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
         record = self.record
         known = self._known
-        if known is not None and type(tensor) in _REAL and self._is_apart(tensor):
+        if known is not None and type(tensor) in _PLAIN and self._is_apart(tensor):
             record.stop = len(record.calls)
             known.num_packed += 1
             if known.num_packed in known.program.switches:
@@ -122,13 +120,11 @@ class Frame:
             return self, tensor, tensor._version
         holder = Holder()
         holder.wrap = None
-        if type(tensor) not in _REAL:
+        if type(tensor) not in _PLAIN:
             tensor, holder.wrap = unwrapped(tensor)
         holder.frame, holder.source = self, None
         holder.tensor = holder.whole = None
-        if (
-            record.code is None or record.is_exact
-        ):  # else what would be kept is made again
+        if record.is_exact:  # else what would be kept is made again
             record.locate(holder, tensor, BACKWARD, BACKWARD)
         record.stop = len(record.calls)
         self.holders.append(weakref.ref(holder))
@@ -140,9 +136,9 @@ class Frame:
         record = self.record
         if self._keeps_arguments and not record.results:
             return True
-        key = tensor.untyped_storage()._cdata
-        is_kept = self._keeps_arguments or key not in record.numbers
-        return is_kept and key not in record.results
+        if record.result_of(tensor) is not None:
+            return False
+        return self._keeps_arguments or record.number_of(tensor) is None
 
     def run_again(self) -> None:
         """Give all holders that are alive their tensors."""
@@ -151,7 +147,7 @@ class Frame:
         try:
             with _compat_dispatch.untransformed():
                 template = self.source.again()
-                if self.record.code is None or self.record.is_exact:
+                if self.record.is_exact:
                     handed = leaves(template, Handed)
                     given = [local(argument.tensor) for argument in handed]
                     self._repeat(given, is_last=is_last)
