@@ -214,11 +214,11 @@ class PlainDispatchMode(TorchDispatchMode):
     The detour keeps calls from being compiled. Under this mode nothing is compiled:
     `ignore_compile_internals` is False, so `torch.compile` runs eagerly.
 
-    Ops whose kernels run others see the autocast that they were called in.
+    Ops whose kernels run others see the autocast that they were called in. A class that
+    `sees_autocast` cares for that itself.
     """
 
-    def __init_subclass__(cls, sees_autocast: bool = False, **kwargs: Any) -> None:
-        """Args: sees_autocast: It cares for such ops itself."""
+    def __init_subclass__(cls, *, sees_autocast: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         dispatch = vars(cls).get("__torch_dispatch__")
         if dispatch is not None and not sees_autocast:

@@ -42,7 +42,7 @@ class Program:
         place: and the place of the first op that it sees.
         switches: After how many it begins or may end,
         may_end: and whether it may before the unit does.
-        unseen: Ops by their places, but for those to be treated in any way.
+        unseen: Ops that are only run, by their places; None for others.
     """
 
     __slots__ = (

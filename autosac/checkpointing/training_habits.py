@@ -101,7 +101,7 @@ class TrainingHabits:
     ) -> None:
         self._model = model
         self._is_wrapped = is_wrapped
-        self._usual: tuple[Any, ...] | None = None  # what steps run under: all was said
+        self._usual: tuple[Any, ...] | None = None  # of which nothing is left to say
         self._little_bytes = _LITTLE * plan.peak_bytes if trains_all else 0
         self._trains_inputs = plan.trains_inputs is not False
         self._warns_of_transform = not plan.op_policies  # units do
