@@ -3,8 +3,8 @@
 Kernels so small that Python is most of the time, as in eager steps on a GPU: 12 blocks
 of width 32 on the CPU, forward and backward. Plain, `torch.utils.checkpoint` of every
 block, the same with PyTorch's selective contexts, and plans at five budgets. All take
-turns in one run, and steps on the CPU count its own time, as the machine may be busy:
-only their ratios count.
+turns in one run, in random order, and steps on the CPU count its own time, as the
+machine may be busy: only their ratios count.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -120,9 +121,11 @@ def measure(num_rounds: int) -> dict[str, float]:
         for _ in range(5):
             step(model)
     gc.collect()
+    order = list(models)
     for _ in range(num_rounds):
-        for name, model in models.items():
-            times[name].append(timed(functools.partial(step, model)))
+        random.shuffle(order)
+        for name in order:
+            times[name].append(timed(functools.partial(step, models[name])))
     return {name: statistics.median(values) for name, values in times.items()}
 
 
@@ -150,8 +153,8 @@ def main() -> None:
         f"# Host cost: {NUM_BLOCKS} blocks of width {WIDTH}, forward and backward\n\n"
         f"`python -m benchmarks.host_cost --device {options.device}`: medians of"
         f" {num_rounds} rounds in which all"
-        f" took turns{'' if options.device == 'cuda' else ', in CPU time'}. Plans by"
-        " budget: share of the way from the floor to the baseline.\n"
+        f" took turns, in random order{', CPU time' * (options.device == 'cpu')}. Plans"
+        " by budget: share of the way from the floor to the baseline.\n"
         + "".join(f"\n- {key}: {value}" for key, value in environment().items())
     )
     options.output.parent.mkdir(exist_ok=True)

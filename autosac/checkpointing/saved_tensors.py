@@ -110,7 +110,13 @@ class Frame:
     def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
         record = self.record
         known = self._known
-        if known is not None and type(tensor) in _PLAIN and self._is_apart(tensor):
+        if (
+            known is not None
+            and type(tensor) in _PLAIN
+            and (
+                (self._keeps_arguments and not record.results) or self._is_apart(tensor)
+            )
+        ):
             record.stop = len(record.calls)
             known.num_packed += 1
             if known.num_packed in known.program.switches:
@@ -133,12 +139,9 @@ class Frame:
 
     def _is_apart(self, tensor: torch.Tensor) -> bool:
         """Whether a plain tensor is kept whatever becomes of the unit's results."""
-        record = self.record
-        if self._keeps_arguments and not record.results:
-            return True
-        if record.result_of(tensor) is not None:
+        if self.record.result_of(tensor) is not None:
             return False
-        return self._keeps_arguments or record.number_of(tensor) is None
+        return self._keeps_arguments or self.record.number_of(tensor) is None
 
     def run_again(self) -> None:
         """Give all holders that are alive their tensors."""
