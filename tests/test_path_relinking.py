@@ -1,4 +1,3 @@
-
 from autosac.solving.path_relinking import relink
 from autosac.units import curves
 from tests.models import gpt_on_a_gpu

@@ -22,6 +22,7 @@ from autosac.profiles.profile import profile
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.solve_options import SolveOptions
 from autosac.step.training_step import training_step
+from autosac.tracing import single_run
 from autosac.tracing import trace as tracing
 from autosac.tracing.draws import may_decide, plain_peak_bytes, training_may_decide
 from autosac.tracing.learned import Learned
@@ -536,7 +537,7 @@ def test_for_a_gpu_that_is_not_present_it_is_refused():
 
 
 def test_a_step_larger_than_the_memory_is_refused(monkeypatch):
-    monkeypatch.setattr(tracing, "_most_bytes", lambda step: 2000)
+    monkeypatch.setattr(single_run, "_most_bytes", lambda step: 2000)
 
     with pytest.raises(TraceError, match=r"2\.0 KiB of memory that are free"):
         profile(stack(Peeks)(), rows(), loss_fn=_mean_square)
