@@ -354,6 +354,13 @@ def test_modules_that_cannot_be_planned_are_refused(kind, message):
         trainer.fit(kind(), DataLoader(Rows(), batch_size=BATCH))
 
 
+def test_hooks_of_the_pytorch_profiler_are_refused():
+    profiler = lightning.profilers.PyTorchProfiler()
+    with pytest.raises(NotImplementedError, match="record_module_names=False"):
+        train(silent("1GiB"), max_steps=1, profiler=profiler)
+    profiler.teardown("fit")
+
+
 class Untrained(Network):
     def configure_optimizers(self):
         return None
