@@ -366,7 +366,7 @@ def _architecture(path: Path, record: Mapping[str, Any], transformers: Any) -> A
         hint = f"; did you mean {close[0]!r}?" if close else "."
         raise UsageError(f"{path}: this transformers has no model_type {kind!r}{hint}")
     name = names[0] if isinstance(names, list) else names
-    architecture = getattr(transformers, str(name), None)
+    architecture: Any = getattr(transformers, str(name), None)
     is_class = isinstance(architecture, type)
     if not is_class or not issubclass(architecture, transformers.PreTrainedModel):
         raise UsageError(f"{path}: this transformers has no model {name!r}.")

@@ -257,7 +257,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         strategy.model, DistributedDataParallel
     )
     # Its hooks are in every module, and what they keep has no copy.
-    records = getattr(trainer.profiler, "_register", None) is not None
+    records = getattr(vars(trainer)["profiler"], "_register", None) is not None
     names = (
         "the PyTorch profiler hooks into all modules; let it not, by"
         " `PyTorchProfiler(record_module_names=False)`"

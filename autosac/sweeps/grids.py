@@ -15,7 +15,7 @@ from autosac.devices.free_memory import physical_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import ArgumentError
 from autosac.progress import progress_bar
-from autosac.quantities import parse_bytes, read_budgets
+from autosac.quantities import is_whole, parse_bytes, read_budgets
 from autosac.results.rows import FIGURES, Label, Row, Sweep
 from autosac.step.marks import Marks, marks_of
 from autosac.sweeps import cell_facts, files, running
@@ -87,6 +87,11 @@ def sweep_grid(
         OSError: The directory cannot be written.
         KeyboardInterrupt: It was interrupted; finished cells are in the directory.
     """
+    if n_jobs is not None and (not is_whole(n_jobs) or n_jobs == 0):
+        raise ArgumentError(
+            "`n_jobs` must be a whole number of cells at a time, -1 for one on each"
+            f" core, or None, got {n_jobs!r}."
+        )
     budgets = _budgets(memory_budgets, n)
     axes = {name: _axis(name, values) for name, values in grid.items()}
     shared: dict[str, Any] = {

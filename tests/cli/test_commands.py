@@ -270,7 +270,7 @@ def test_what_cannot_be_meant_is_a_matter_of_usage(
         (None, ["--set", "num_hidden_layer=3"], "did you mean 'num_hidden_layers'?"),
         (None, ["--length", "17"], "longer than the 16 positions"),
         (None, ["--set", "hidden_size=x"], "expected int, got str"),
-        (None, ["--length", "8", "--set", "hidden_act=no"], "makes no LlamaForCausalLM"),
+        (None, ["--length", "8", "--set", "hidden_act=no"], "makes no Llama"),
         (None, ["--set", "architectures=Trainer"], "has no model 'Trainer'"),
         (None, ["--set", "model_type=lama"], "did you mean 'llama'?"),
     ],
