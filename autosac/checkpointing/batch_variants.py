@@ -103,6 +103,7 @@ class Variants:
         current: Number of the plan that forward follows,
         rerun: and of the one that a rerun in backward follows, if one runs modules.
         is_step: The model runs forward for a step that is planned.
+        by_hand: Steps begin by hand: see `steps_by_hand`.
         said: What was warned of.
     """
 
@@ -121,7 +122,7 @@ class Variants:
                 self.by_signature[signature] = (*earlier, number)
         self.current = 0
         self.rerun: int | None = None
-        self.is_running = self.is_step = False
+        self.is_running = self.is_step = self.by_hand = False
         self.said: set[str] = set()
         self._opening: _Opening | None = None
 
@@ -138,6 +139,18 @@ class Variants:
             f"The model is called in {other} mode with gradients, and its plan is for"
             f" {planned} mode: nothing is recomputed, and the planned peak does not"
             f" hold. {fix}."
+        )
+
+    def warn_of_call(self, fqn: str) -> None:
+        """Warn, once, of an AC unit that is called while the model is not."""
+        if self.by_hand or "call" in self.said or not torch.is_grad_enabled():
+            return
+        self.said.add("call")
+        warn(
+            f"AC unit `{fqn}` is called outside of the planned model's `forward`: what"
+            " that takes is not in the plan, and the peak may be above the budget. Let"
+            " the model's `forward` make the call, too, and plan that; or call it under"
+            " `torch.no_grad()`."
         )
 
     def open(self, numbers: tuple[int, ...]) -> None:
@@ -255,7 +268,6 @@ class BatchForward(StandIn):
         )
         self.signature = variants.plans[0].signatures[0]
         self.states: OptimizerStates | None = None
-        self.by_hand = False
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
         self.put: _StandIns = {}
@@ -265,7 +277,7 @@ class BatchForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         variants = self.variants
-        if thread.is_inside or variants.is_running or self.by_hand:
+        if thread.is_inside or variants.is_running or variants.by_hand:
             return self._forward()(*args, **kwargs)
         is_planned = self.module.training == variants.training
         is_step = torch.is_grad_enabled() and is_planned
@@ -436,5 +448,5 @@ def steps_by_hand(model: torch.nn.Module) -> Callable[..., None]:
     """
     forward = model.__dict__.get("forward")
     assert isinstance(forward, BatchForward)
-    forward.by_hand = True
+    forward.variants.by_hand = True
     return forward.begin_by_hand

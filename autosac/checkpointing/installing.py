@@ -13,7 +13,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from autosac.checkpointing.call_arguments import Handed, Kept, Source, leaves
 from autosac.checkpointing.chained_calls import RelayedCall
 from autosac.checkpointing.departed_units import Code
 from autosac.checkpointing.far_arguments import FarArguments, Prefetch
+from autosac.checkpointing.followed import Followed
 from autosac.checkpointing.module_attributes import Snapshots
 from autosac.checkpointing.nested_calls import Nest, NestedCall
 from autosac.checkpointing.op_programs import KnownMode, Program
@@ -43,18 +44,6 @@ from autosac.pytrees import first_function
 from autosac.units.policies import OpPolicy
 
 _MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
-
-
-class Followed(Protocol):
-    """Knows which of a model's plans is followed.
-
-    Attributes:
-        rerun: Number of the plan that a rerun follows, if one runs modules.
-        is_step: The model runs forward for a step that is planned.
-    """
-
-    rerun: int | None
-    is_step: bool
 
 
 class Step:
@@ -276,6 +265,9 @@ class CheckpointedForward(StandIn):
         if not self.step.is_of(self.module.training, self.training):
             return None
         if self.num_calls == 1:
+            variants = self.step.variants
+            if not (thread.is_inside or variants is None or variants.is_running):
+                variants.warn_of_call(self.fqn)
             return None if thread.is_inside else self.policies[0]
         index = self.step.calls[self.fqn]
         self.step.calls[self.fqn] += 1
@@ -415,7 +407,8 @@ class CountedForward(StandIn):
         super().__init__(module)
         self.is_unit = getattr(self.own_forward, "is_unit", False)
         self.step = step
-        self.places = Places(module, {m for m in module.modules() if _is_put(m)})
+        own = ((m, m.__dict__.get("forward")) for m in module.modules())
+        self.places = Places(module, {m for m, f in own if isinstance(f, StandIn)})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if thread.is_inside:
@@ -472,10 +465,6 @@ def install(
         module.forward = _ParkingForward(module, fqn, step)
     if policies:
         model.forward = CountedForward(model, step)
-
-
-def _is_put(module: torch.nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), StandIn)
 
 
 def installed(model: torch.nn.Module) -> tuple[str, ...]:
