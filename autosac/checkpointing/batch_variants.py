@@ -104,7 +104,8 @@ class Variants:
         rerun: and of the one that a rerun in backward follows, if one runs modules.
         is_step: The model runs forward for a step that is planned.
         by_hand: Steps begin by hand: see `steps_by_hand`.
-        said: What was warned of.
+        said: What was warned of,
+        said_bytes: and the highest peak of a batch that no plan was made for.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Variants:
         self.rerun: int | None = None
         self.is_running = self.is_step = self.by_hand = False
         self.said: set[str] = set()
+        self.said_bytes = 0
         self._opening: _Opening | None = None
 
     def warn_of_mode(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -89,6 +90,7 @@ class UnseenBatches:
         if anew and self.replan is not None and model:
             plan = self.replan(model, *arguments)
             plan = replace(plan, signatures=(signature,), traced=None)
+            gc.collect()  # what is traced refers to itself, and keeps the batch alive
             if not covering or plan.peak_bytes > self.budget_bytes:
                 what = "It was planned for anew"
                 self._say(what, plan.peak_bytes, signature, variants, is_planned=True)
@@ -132,10 +134,16 @@ class UnseenBatches:
         *,
         is_planned: bool = False,
     ) -> None:
-        """Warn once of a batch that is larger than all that were planned for."""
-        if "larger" in variants.said:
+        """Warn once of a batch that is larger than all that were planned for.
+
+        Again only of one whose peak is above the budget and above all that were said.
+        """
+        known_bytes = peak_bytes or 0
+        enough_bytes = max(self.budget_bytes, variants.said_bytes)
+        if "larger" in variants.said and known_bytes <= enough_bytes:
             return
         variants.said.add("larger")
+        variants.said_bytes = max(variants.said_bytes, known_bytes)
         plans: list[Any] = variants.plans
         planned_for: list[BatchSignature] = [s for p in plans for s in p.signatures]
         which = "not one of those"
