@@ -175,6 +175,23 @@ _KINDS = {
         model.parameters(), _sgd(model.parameters())
     ),
     "chunks": lambda plan, model: autosac.chunked_cross_entropy(model, None, None),
+    "memory": lambda plan, model: autosac.plotting.memory(model),
+    "memory of": lambda plan, model: autosac.plotting.memory(plan, "p.json"),
+    "ratios": lambda plan, model: autosac.plotting.ratios(plan.traced),
+    "segments": lambda plan, model: autosac.plotting.trade_offs(plan, segments=0),
+    "most": lambda plan, model: autosac.plotting.trade_offs(plan, most="all"),
+    "budgets": lambda plan, model: autosac.plotting.budgets(plan),
+    "rivals": lambda plan, model: autosac.sweep(plan.traced, n=2).plot(rivals="x"),
+    "sizes": lambda plan, model: autosac.best_batch_size(
+        model, _inputs, memory_budget="1GiB", sizes=[0.5]
+    ),
+    "no sizes": lambda plan, model: autosac.best_batch_size(
+        model, _inputs, memory_budget="1GiB", sizes=4
+    ),
+    "most GPUs": lambda plan, model: autosac.min_gpus(
+        plan.traced, cluster="hgx-h100", memory_budget="1GiB", most_gpus=0
+    ),
+    "no grid": lambda plan, model: autosac.sweep_grid(lambda: None, "layers", n=2),
     "no jobs": lambda plan, model: autosac.sweep_grid(
         lambda: (model, _inputs()), {}, n=2, n_jobs=0
     ),
@@ -189,7 +206,8 @@ def test_objects_of_another_kind_are_named_with_what_is_wanted(planned, model, c
 
 def test_files_that_cannot_be_written_or_read_are_named(planned, tmp_path):
     path = tmp_path / "plans" / "plan.json"
-    for write in (planned.save, planned.to_html):
+    picture = autosac.plotting.memory(planned)
+    for write in (planned.save, planned.to_html, picture.save):
         with pytest.raises(FileNotFoundError, match=r"no folder '.*plans'; make it"):
             write(path)
     for use in (planned.save, autosac.Plan.load):
