@@ -36,7 +36,8 @@ def check_function(value: object, *, name: str, wanted: str) -> None:
     Raises:
         ArgumentError: It is no such function.
     """
-    if not callable(value) or hasattr(value, "named_modules"):
+    is_built = hasattr(value, "named_modules") and not isinstance(value, type)
+    if not callable(value) or is_built:
         raise _other(value, name, wanted)
 
 
