@@ -186,6 +186,26 @@ def test_a_plan_from_a_file_says_that_it_cannot_replan(tmp_path):
         autosac.Plan.load(tmp_path / "plan.json").apply(make_model())
 
 
+@pytest.mark.slow
+def test_a_plan_for_a_small_batch_recomputes_much_of_a_much_larger_one():
+    # The small one's peak is that of its optimizer, which nothing recomputed lowers.
+    small, large = batch_of(12, rows=1), batch_of(12, rows=12)
+    options = {"optimizer": torch.optim.AdamW}
+    least_bytes = autosac.floor(autosac.profile(make_model(), large, **options))
+    profile = autosac.calibrate(autosac.profile(make_model(), small, **options))
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    training = Training(plan)
+    training.run(step(small))
+    with pytest.warns(UserWarning, match="All that saves memory is") as caught:
+        training.run(step(large))
+    (text,) = (str(one.message) for one in caught)
+    likely = int(text.partition("will be about ")[2].split()[0])
+    peak_bytes = training.peak_bytes(large)
+
+    assert likely == pytest.approx(peak_bytes, rel=0.02)
+    assert peak_bytes == pytest.approx(least_bytes, rel=0.1)
+
+
 class Bag(torch.nn.Module):
     def __init__(self):
         super().__init__()
