@@ -212,7 +212,6 @@ def test_points_beside_those_of_the_milp_are_no_worse_than_any_known_point():
             runtime_ms=(),
             inputs=(),
             needed=frozenset(),
-            capacity_bytes=0,
         ),
         saved=nothing,
         rerun=nothing,

@@ -141,3 +141,75 @@ def test_a_directory_of_far_memory_is_taken_as_text_or_path(tmp_path):
     assert read_offload(True, tmp_path) == read_offload("auto", str(tmp_path))
     assert read_offload(True, tmp_path) == str(tmp_path)
     assert read_offload(False, None) is None
+
+
+@pytest.fixture(scope="module")
+def planned(model):
+    profile = autosac.profile(model, torch.ones(2, 4), loss_fn=_mean)
+    return autosac.plan(profile, memory_budget="1GiB")
+
+
+def _inputs():
+    return torch.ones(2, 4)
+
+
+_sgd = torch.optim.SGD
+_KINDS = {
+    "calibrate": lambda plan, model: autosac.calibrate(plan),
+    "check": lambda plan, model: autosac.check(model, plan.traced),
+    "check a path": lambda plan, model: autosac.check(plan, "profile.json"),
+    "report": lambda plan, model: plan.report("profile.json"),
+    "unapply": lambda plan, model: plan.unapply("model"),
+    "verify no plan": lambda plan, model: autosac.verify("p", lambda: model, _inputs),
+    "verify a model": lambda plan, model: autosac.verify(plan, model, _inputs),
+    "verify inputs": lambda plan, model: autosac.verify(plan, lambda: model, _inputs()),
+    "verify no step": lambda plan, model: autosac.verify(
+        plan, lambda: model, _inputs, loss_fn=_mean, steps=0.5
+    ),
+    "save": lambda plan, model: plan.save(None),
+    "load": lambda plan, model: autosac.Plan.load(3),
+    "html": lambda plan, model: plan.to_html(None),
+    "in backward": lambda plan, model: autosac.OptimizerInBackward("x", _sgd),
+    "a model in backward": lambda plan, model: autosac.OptimizerInBackward(model, _sgd),
+    "a built one": lambda plan, model: autosac.OptimizerInBackward(
+        model.parameters(), _sgd(model.parameters())
+    ),
+    "chunks": lambda plan, model: autosac.chunked_cross_entropy(model, None, None),
+    "memory": lambda plan, model: autosac.plotting.memory(model),
+    "memory of": lambda plan, model: autosac.plotting.memory(plan, "p.json"),
+    "ratios": lambda plan, model: autosac.plotting.ratios(plan.traced),
+    "segments": lambda plan, model: autosac.plotting.trade_offs(plan, segments=0),
+    "most": lambda plan, model: autosac.plotting.trade_offs(plan, most="all"),
+    "budgets": lambda plan, model: autosac.plotting.budgets(plan),
+    "rivals": lambda plan, model: autosac.sweep(plan.traced, n=2).plot(rivals="x"),
+    "sizes": lambda plan, model: autosac.best_batch_size(
+        model, _inputs, memory_budget="1GiB", sizes=[0.5]
+    ),
+    "no sizes": lambda plan, model: autosac.best_batch_size(
+        model, _inputs, memory_budget="1GiB", sizes=4
+    ),
+    "most GPUs": lambda plan, model: autosac.min_gpus(
+        plan.traced, cluster="hgx-h100", memory_budget="1GiB", most_gpus=0
+    ),
+    "no grid": lambda plan, model: autosac.sweep_grid(lambda: None, "layers", n=2),
+    "no jobs": lambda plan, model: autosac.sweep_grid(
+        lambda: (model, _inputs()), {}, n=2, n_jobs=0
+    ),
+}
+
+
+@pytest.mark.parametrize("call", _KINDS.values(), ids=_KINDS)
+def test_objects_of_another_kind_are_named_with_what_is_wanted(planned, model, call):
+    with pytest.raises(ArgumentError, match=r"^`\w+` must be .*, got [\w'.]+\.$"):
+        call(planned, model)
+
+
+def test_files_that_cannot_be_written_or_read_are_named(planned, tmp_path):
+    path = tmp_path / "plans" / "plan.json"
+    picture = autosac.plotting.memory(planned)
+    for write in (planned.save, planned.to_html, picture.save):
+        with pytest.raises(FileNotFoundError, match=r"no folder '.*plans'; make it"):
+            write(path)
+    for use in (planned.save, autosac.Plan.load):
+        with pytest.raises(IsADirectoryError, match="is a folder: name a file"):
+            use(tmp_path)

@@ -98,7 +98,9 @@ class Variants:
         current: Number of the plan that forward follows,
         rerun: and of the one that a rerun in backward follows, if one runs modules.
         is_step: The model runs forward for a step that is planned.
-        said: What was warned of.
+        by_hand: Steps begin by hand: see `steps_by_hand`.
+        said: What was warned of,
+        said_bytes: and the highest peak of a batch that no plan was made for.
     """
 
     def __init__(
@@ -116,8 +118,9 @@ class Variants:
                 self.by_signature[signature] = (*earlier, number)
         self.current = 0
         self.rerun: int | None = None
-        self.is_running = self.is_step = False
+        self.is_running = self.is_step = self.by_hand = False
         self.said: set[str] = set()
+        self.said_bytes = 0
         self._opening: _Opening | None = None
 
     def warn_of_mode(self) -> None:
@@ -133,6 +136,18 @@ class Variants:
             f"The model is called in {other} mode with gradients, and its plan is for"
             f" {planned} mode: nothing is recomputed, and the planned peak does not"
             f" hold. {fix}."
+        )
+
+    def warn_of_call(self, fqn: str) -> None:
+        """Warn, once, of an AC unit that is called while the model is not."""
+        if self.by_hand or "call" in self.said or not torch.is_grad_enabled():
+            return
+        self.said.add("call")
+        warn(
+            f"AC unit `{fqn}` is called outside of the planned model's `forward`: what"
+            " that takes is not in the plan, and the peak may be above the budget. Let"
+            " the model's `forward` make the call, too, and plan that; or call it under"
+            " `torch.no_grad()`."
         )
 
     def open(self, numbers: tuple[int, ...]) -> None:
@@ -251,7 +266,6 @@ class BatchForward(StandIn):
         self.signature = variants.plans[0].signatures[0]
         self.is_alike = False  # batch of this step and of the one before
         self.states: OptimizerStates | None = None
-        self.by_hand = False
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
         self.put: _StandIns = {}
@@ -261,7 +275,7 @@ class BatchForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         variants = self.variants
-        if thread.is_inside or variants.is_running or self.by_hand:
+        if thread.is_inside or variants.is_running or variants.by_hand:
             return self._forward()(*args, **kwargs)
         is_planned = self.module.training == variants.training
         has_grad = torch.is_grad_enabled()
@@ -436,5 +450,5 @@ def steps_by_hand(model: torch.nn.Module) -> Callable[..., None]:
     """
     forward = model.__dict__.get("forward")
     assert isinstance(forward, BatchForward)
-    forward.by_hand = True
+    forward.variants.by_hand = True
     return forward.begin_by_hand

@@ -169,6 +169,9 @@ class CheckpointedForward(StandIn):
         if not self.step.is_of(self.module.training, self.training):
             return None
         if self.num_calls == 1:
+            variants = self.step.variants
+            if not (thread.is_inside or variants is None or variants.is_running):
+                variants.warn_of_call(self.fqn)
             return None if thread.is_inside else self.policies[0]
         index = self.step.calls[self.fqn]
         self.step.calls[self.fqn] += 1
@@ -308,7 +311,8 @@ class CountedForward(StandIn):
         super().__init__(module)
         self.is_unit = getattr(self.own_forward, "is_unit", False)
         self.step = step
-        self.places = Places(module, {m for m in module.modules() if _is_put(m)})
+        own = ((m, m.__dict__.get("forward")) for m in module.modules())
+        self.places = Places(module, {m for m, f in own if isinstance(f, StandIn)})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if thread.is_inside:
@@ -364,10 +368,6 @@ def install(
         module.forward = _ParkingForward(module, fqn, step)
     if policies:
         model.forward = CountedForward(model, step)
-
-
-def _is_put(module: torch.nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), StandIn)
 
 
 def installed(model: torch.nn.Module) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib
 import inspect
 import json
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -248,17 +249,16 @@ def factory_of(name: str) -> Callable[..., Any]:
         UsageError: There is none.
     """
     module_name, colon, attribute = name.partition(":")
-    if not colon or not module_name or not attribute:
+    is_module = all(part.isidentifier() for part in module_name.split("."))
+    if not colon or not is_module or not attribute:
         raise UsageError(
             f"{name!r} names no model; write package.module:factory or"
             " hf:path/to/config.json."
         )
     if "" not in sys.path:
         sys.path.insert(0, "")  # modules beside the user, as for `python -m`
-    try:
+    with _of_others(f"{name!r} cannot be imported"):
         resolved: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"{name!r}: {error}.") from error
     for part in attribute.split("."):
         if not hasattr(resolved, part):
             raise UsageError(f"{name!r}: {module_name} has no {attribute!r}.")
@@ -282,18 +282,23 @@ def _called(
     name: str, factory: Callable[..., Any], arguments: Mapping[str, Any]
 ) -> Any:
     """What a factory returns."""
-    try:
+    with _of_others(f"{name!r} fails with {dict(arguments)}"):
         return factory(**arguments)
+
+
+@contextlib.contextmanager
+def _of_others(what: str) -> Iterator[None]:
+    """Code of the user's or of Transformers': its errors are one sentence."""
+    try:
+        yield
     except (AutosacError, UsageError):
         raise
-    except Exception as error:  # whatever the user's code raises
+    except Exception as error:  # whatever such code raises
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if source_lines.is_users(frame.filename)]
         where = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-        raise UsageError(
-            f"{name!r} fails with {dict(arguments)}{where}: {type(error).__name__}:"
-            f" {error}"
-        ) from error
+        said = " ".join(str(error).split())
+        raise UsageError(f"{what}{where}: {type(error).__name__}: {said}") from error
 
 
 def _parts_of(name: str, parts: Any) -> dict[str, Any]:
@@ -328,14 +333,11 @@ def _from_config(
     except ImportError as error:
         raise UsageError("hf: needs transformers: pip install transformers.") from error
     record = {**_read_config(path), **changes}
-    kind, names = record.get("model_type"), record.get("architectures")
-    if kind is None or not names:
-        raise UsageError(f"{path} names no `model_type` or no `architectures`.")
-    architecture = getattr(transformers, names[0], None)
-    if architecture is None:
-        raise UsageError(f"{path}: this transformers has no {names[0]}.")
-    config = transformers.AutoConfig.for_model(**record)
+    architecture = _architecture(path, record, transformers)
+    kind, told = record["model_type"], f" with {dict(changes)}" if changes else ""
     _check_entries(kind, transformers.AutoConfig.for_model(kind), changes)
+    with _of_others(f"{path} makes no {architecture.__name__}{told}"):
+        config = transformers.AutoConfig.for_model(**record)
     longest = getattr(config, "max_position_embeddings", None) or 0
     if 0 < longest < length:  # XLNet says -1
         raise UsageError(
@@ -343,8 +345,32 @@ def _from_config(
             f" --set max_position_embeddings={length} for a model that has as many."
         )
     config.use_cache = False  # a cache of keys is for generation
-    model = architecture(config).train()
-    return {"model": model, "inputs": config_batches.batch_for(model, batch, length)}
+    with _of_others(f"{path} makes no {architecture.__name__}{told}"):
+        model = architecture(config).train()
+        inputs = config_batches.batch_for(model, batch, length)
+    return {"model": model, "inputs": inputs}
+
+
+def _architecture(path: Path, record: Mapping[str, Any], transformers: Any) -> Any:
+    """The class of Transformers that a config names.
+
+    Raises:
+        UsageError: It names none.
+    """
+    kind, names = record.get("model_type"), record.get("architectures")
+    if kind is None or not names:
+        raise UsageError(f"{path} names no `model_type` or no `architectures`.")
+    kinds = [key for key in transformers.CONFIG_MAPPING if isinstance(key, str)]
+    if kind not in kinds:
+        close = difflib.get_close_matches(str(kind), kinds, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        raise UsageError(f"{path}: this transformers has no model_type {kind!r}{hint}")
+    name = names[0] if isinstance(names, list) else names
+    architecture: Any = getattr(transformers, str(name), None)
+    is_class = isinstance(architecture, type)
+    if not is_class or not issubclass(architecture, transformers.PreTrainedModel):
+        raise UsageError(f"{path}: this transformers has no model {name!r}.")
+    return architecture
 
 
 def _read_config(path: Path) -> dict[str, Any]:

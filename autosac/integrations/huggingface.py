@@ -42,6 +42,7 @@ from autosac.integrations.budgets import (
 from autosac.integrations.replicas import Replica, replica_of
 from autosac.integrations.worst_batches import lengthened, on_device
 
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # before 5.24
 _OTHER_ARGUMENTS = ("return_outputs", "num_items_in_batch")  # of `compute_loss`
 
 
@@ -356,10 +357,13 @@ def refused_settings(args: Any, model: torch.nn.Module) -> dict[str, bool]:
         args: Of the trainer.
         model: The model.
     """
-    checkpointing = bool(checkpointing_already(model))
+    checkpointing = checkpointing_already(model)
+    setting = next(filter(lambda name: getattr(args, name, False), _CHECKPOINTING), "")
     return {
-        "gradient_checkpointing=True recomputes already; set it to False, the plan"
-        " decides what is recomputed": args.gradient_checkpointing or checkpointing,
+        f"{setting}=True recomputes already; set it to False, the plan decides what is"
+        " recomputed": bool(setting),
+        f"`{checkpointing}` has gradient checkpointing already; switch it off, the plan"
+        " decides what is recomputed": bool(checkpointing),
         "torch_compile=True makes ops of its own; leave it out, or use"
         " `autosac.compile`": args.torch_compile,
         f"n_gpu={args.n_gpu} copies the model to several GPUs at each step; make one of"

@@ -256,7 +256,13 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     is_whole = isinstance(strategy, SingleDeviceStrategy) or isinstance(
         strategy.model, DistributedDataParallel
     )
-    refuse({moves: not is_whole, **refused_settings(module)})
+    # Its hooks are in every module, and what they keep has no copy.
+    records = getattr(vars(trainer)["profiler"], "_register", None) is not None
+    names = (
+        "the PyTorch profiler hooks into all modules; let it not, by"
+        " `PyTorchProfiler(record_module_names=False)`"
+    )
+    refuse({moves: not is_whole, names: records, **refused_settings(module)})
 
 
 def refused_settings(module: LightningModule) -> dict[str, bool]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from autosac.kinds import new_file
 from autosac.optional import needed
 
 Dash = Literal["solid", "dashed", "dotted", "dashdot", "none"]
@@ -220,13 +221,14 @@ class Picture:
             ValueError: The suffix is none of these.
             ImportError: What draws it is not installed.
         """
-        suffix = Path(path).suffix.lower()
+        named = new_file(path)
+        suffix = named.suffix.lower()
         if suffix == ".html":
-            self.plotly().write_html(path, include_plotlyjs=True)
+            self.plotly().write_html(named, include_plotlyjs=True)
         elif suffix == ".svg":
-            Path(path).write_text(self.svg(), encoding="utf-8")
+            named.write_text(self.svg(), encoding="utf-8")
         elif suffix in (".png", ".pdf"):
-            self.matplotlib().savefig(path, dpi=120)
+            self.matplotlib().savefig(named, dpi=120)
         else:
             raise ValueError(
                 f"`path`={str(path)!r} must end in .png, .svg, .pdf or .html."

@@ -24,7 +24,7 @@ from autosac.pipelines.asked_meshes import AskedMesh
 from autosac.pipelines.mesh_choosing import MeshSearch, parts
 from autosac.pipelines.planning import given_batch
 from autosac.profiles.profile import Profile
-from autosac.quantities import parse_bytes
+from autosac.quantities import parse_bytes, whole_number
 from autosac.step.marks import Marks
 
 
@@ -70,6 +70,7 @@ def min_gpus(
         ValueError: An argument cannot be read.
         UnsupportedError: The memory of such a step is not modelled.
     """
+    whole_number(most_gpus, name="most_gpus")
     spec = cluster_of(cluster, None)
     if mesh is not None:
         if isinstance(model, Profile) or (ac_units, fsdp_units) != (None, None):

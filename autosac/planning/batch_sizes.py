@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from autosac.errors import ArgumentError, InfeasibleBudgetError, Interrupted
+from autosac.kinds import check_kind
 from autosac.planning.make_plan import floor, lowest, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
@@ -17,7 +18,7 @@ from autosac.profiles.profile import Profile, profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.progress import Advance, progress_bar
-from autosac.quantities import parse_bytes
+from autosac.quantities import parse_bytes, whole_number
 from autosac.results.rows import Row, Sweep, figures_of
 from autosac.step.marks import Marks, marks_of
 from autosac.step.training_step import LossFn
@@ -140,9 +141,7 @@ def best_batch_size(
     """
     given = _given(ac_units, fsdp_units)
     steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget, given)
-    wanted = None if sizes is None else sorted(set(sizes))
-    if wanted is not None and (not wanted or wanted[0] < 1):
-        raise ArgumentError(f"`sizes` must be positive numbers, got {wanted}.")
+    wanted = None if sizes is None else _distinct(sizes)
     with steps.watched(progress):
         if wanted is not None:
             for size in wanted:
@@ -297,8 +296,23 @@ class _Steps:
         return max(planned, key=lambda size: rates[size], default=None)
 
 
+def _distinct(sizes: Any) -> list[int]:
+    """The sizes to try, smallest first.
+
+    Raises:
+        ArgumentError: There are none, or some are no sizes.
+    """
+    wanted = "a list of positive whole numbers"
+    check_kind(sizes, Iterable, name="sizes", wanted=wanted)
+    distinct = {whole_number(size, name="sizes") for size in sizes}
+    if not distinct:
+        raise ArgumentError(f"`sizes` must be {wanted}, and is empty.")
+    return sorted(distinct)
+
+
 def _largest(steps: _Steps, most: int) -> int:
     """The largest size that fits; the next one does not."""
+    whole_number(most, name="most")
     low, high = 0, 1
     while steps.modelled_floor(high) <= steps.budget_bytes:
         if high >= most:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from autosac.errors import PlanMismatchError
+from autosac.kinds import check_kind, check_profile
 from autosac.planning.plans import Plan
 from autosac.profiles.fingerprints import first_difference
 from autosac.profiles.restricting import restricted
@@ -31,6 +32,8 @@ def check(plan: Plan, profile: TracedStep) -> int:
         PlanMismatchError: The step is of another model, device or mode, does other
             ops, or does not fit the plan's budget; names the first difference.
     """
+    check_kind(plan, Plan, name="plan", wanted="what `autosac.plan` returns")
+    check_profile(profile, TracedStep)
     *others, last = plan.of(profile.signature)
     for one in others:  # for other branches, perhaps
         with contextlib.suppress(PlanMismatchError):

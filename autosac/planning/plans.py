@@ -14,6 +14,7 @@ from autosac.checkpointing import batch_variants, installing
 from autosac.costs.host import host_times, time_notes
 from autosac.devices.allocator_settings import Cap
 from autosac.errors import ArgumentError
+from autosac.kinds import check_kind, check_profile, file_path, new_file
 from autosac.planning import offload_advice, plan_files
 from autosac.planning.spelling import followed
 from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
@@ -185,7 +186,10 @@ class Plan(Summarized):
         return matching or self.each[:1]
 
     def _shown(self, profile: TracedStep | None) -> Plan:
-        return self.each[0] if profile is None else self.of(profile.signature)[0]
+        if profile is None:
+            return self.each[0]
+        check_profile(profile, TracedStep)
+        return self.of(profile.signature)[0]
 
     @property
     def optimality_gap(self) -> float:
@@ -233,13 +237,14 @@ class Plan(Summarized):
         Returns:
             The model.
         """
+        check_kind(model, torch.nn.Module, name="model", wanted="a torch.nn.Module")
         installing.remove(model)
         return model
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON; a file that is there is replaced in one step."""
         text = plan_files.write(self._record(), summary=str(self).splitlines())
-        write_whole(Path(path), text)
+        write_whole(new_file(path), text)
 
     def _record(self) -> dict[str, Any]:
         """All that a plan file holds."""
@@ -267,8 +272,9 @@ class Plan(Summarized):
         Raises:
             ValueError: The file is no such plan, was changed, or contradicts itself.
         """
+        path = file_path(path)
         try:
-            record = plan_files.read(Path(path).read_text(encoding="utf-8"))
+            record = plan_files.read(path.read_text(encoding="utf-8"))
         except ValueError as error:  # of text that is not UTF-8, too
             raise ArgumentError(f"{path} {error}.") from error
         try:
@@ -323,8 +329,9 @@ class Plan(Summarized):
         """
         from autosac.planning.html_report import page  # like `report`
 
+        named = new_file(path)
         text = page(self._shown(profile), profile, interactive=interactive)
-        Path(path).write_text(text, encoding="utf-8")
+        named.write_text(text, encoding="utf-8")
 
     def export(self, target: str, profile: Profile) -> Export:
         """The best that another tool's own settings can do under this plan's budget.

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autosac.kinds import check_kind, check_profile
 from autosac.pictures.pictures import Grid, Layer, Line, Note, Panel, Picture
 from autosac.planning.checking import chosen
 from autosac.planning.plans import Plan
 from autosac.profiles.memory_history import History, history
 from autosac.profiles.traced_step import TracedStep
-from autosac.quantities import byte_unit, format_bytes, format_ms
+from autosac.quantities import byte_unit, format_bytes, format_ms, whole_number
 from autosac.solvers.curves import knapsack
 from autosac.step.tape import IntArray
 from autosac.units import curves
@@ -94,6 +95,9 @@ def trade_offs(
         ValueError: As in `memory`; or no module can free memory.
     """
     traced = step_of(plan, profile)
+    if segments is not None:
+        whole_number(segments, name="segments")
+    whole_number(most, name="most")
     picked = chosen(plan, traced)
     alike: dict[int, list[Unit]] = {}
     curve_of = {}
@@ -138,6 +142,7 @@ def ratios(plan: Plan) -> Picture:
     Raises:
         ValueError: The plan recomputes nothing.
     """
+    check_kind(plan, Plan, name="plan", wanted="what `autosac.plan` returns")
     if not plan.policy:
         raise ValueError("The plan recomputes nothing: there is nothing to draw.")
     places = [_place_in_layers(fqn) for fqn in plan.policy]
@@ -162,6 +167,9 @@ def ratios(plan: Plan) -> Picture:
 
 def step_of(plan: Plan, profile: TracedStep | None) -> TracedStep:
     """The step of a plan: the one that was passed, or that it was made for."""
+    check_kind(plan, Plan, name="plan", wanted="what `autosac.plan` returns")
+    if profile is not None:
+        check_profile(profile, TracedStep)
     traced = profile if profile is not None else plan.traced
     if traced is None:
         raise ValueError(

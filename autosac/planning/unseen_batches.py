@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +12,15 @@ import torch
 
 from autosac.checkpointing.batch_variants import Variants
 from autosac.errors import ArgumentError, PlanMismatchError
+from autosac.planning.larger_batches import LASTING, grown_peak, most_frugal_choice
 from autosac.planning.spelling import spell_out
+from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes
 from autosac.solving.incumbents import far_bytes
+from autosac.solving.rules_of_thumb import Choice
 from autosac.step.arguments import warn
 from autosac.step.batch_signatures import BatchSignature
+from autosac.units.matching import chosen_by
 
 if TYPE_CHECKING:  # plans apply themselves with this
     from autosac.planning.plans import Plan
@@ -23,7 +28,9 @@ if TYPE_CHECKING:  # plans apply themselves with this
 OnMismatch = Literal["recompute", "replan", "raise"]
 Replan = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], "Plan"]
 ON_MISMATCH = ("recompute", "replan", "raise")
-_LASTING = ("parameter", "buffer", "optimizer", "gradient")  # whatever the batch
+_MUCH = (
+    8.0  # times as much as what was traced: a larger batch, as long as none is known
+)
 
 
 def check_on_mismatch(on_mismatch: Any) -> None:
@@ -89,6 +96,7 @@ class UnseenBatches:
         if anew and self.replan is not None and model:
             plan = self.replan(model, *arguments)
             plan = replace(plan, signatures=(signature,), traced=None)
+            gc.collect()  # what is traced refers to itself, and keeps the batch alive
             if not covering or plan.peak_bytes > self.budget_bytes:
                 what = "It was planned for anew"
                 self._say(what, plan.peak_bytes, signature, variants, is_planned=True)
@@ -108,6 +116,7 @@ class UnseenBatches:
         all_plans: list[Any] = variants.plans
         plans = [plan for plan in all_plans if plan.num_batches]
         branches = largest(plans)
+        power = _power(plans, branches[0].signatures[0])
         most = [_likely_peak(plan, signature, power=2.0) for plan in branches]
         is_ample = all(m is not None and m <= self.budget_bytes for m in most)
         what = "It follows the plan of the largest"
@@ -115,7 +124,6 @@ class UnseenBatches:
             branches = tuple(map(most_frugal, branches))
             if not any(plan.is_streamed for plan in branches):
                 what = "All that saves memory is recomputed"
-        power = _power(plans, branches[0].signatures[0])
         likely = [_likely_peak(plan, signature, power) for plan in branches]
         peak_bytes = max((peak for peak in likely if peak is not None), default=None)
         self._say(what, peak_bytes, signature, variants)
@@ -132,10 +140,16 @@ class UnseenBatches:
         *,
         is_planned: bool = False,
     ) -> None:
-        """Warn once of a batch that is larger than all that were planned for."""
-        if "larger" in variants.said:
+        """Warn once of a batch that is larger than all that were planned for.
+
+        Again only of one whose peak is above the budget and above all that were said.
+        """
+        known_bytes = peak_bytes or 0
+        enough_bytes = max(self.budget_bytes, variants.said_bytes)
+        if "larger" in variants.said and known_bytes <= enough_bytes:
             return
         variants.said.add("larger")
+        variants.said_bytes = max(variants.said_bytes, known_bytes)
         plans: list[Any] = variants.plans
         planned_for: list[BatchSignature] = [s for p in plans for s in p.signatures]
         which = "not one of those"
@@ -165,14 +179,17 @@ def largest(plans: Sequence[Plan]) -> tuple[Plan, ...]:
 
 
 def most_frugal(plan: Plan) -> Plan:
-    """The plan of least memory for a step; itself, if nothing else is known."""
+    """The plan of least memory for larger steps; itself, if nothing else is known."""
     if plan.frugal is not None:
         return plan.frugal
     if plan.traced is None:
         return plan
-    choice = plan.traced.chooser.lowest()
-    if plan.traced.peak_bytes(choice) >= plan.peak_bytes:
-        return plan  # a streamed one, perhaps
+    if plan.is_streamed:
+        return plan  # which takes less than any choice
+    choice = most_frugal_choice(plan.traced, _MUCH)
+    own_bytes = grown_peak(plan.traced, _choice_of(plan, plan.traced), _MUCH)
+    if grown_peak(plan.traced, choice, _MUCH) >= own_bytes:
+        return plan
     return replace(
         plan,
         op_policies=spell_out(plan.traced, choice),
@@ -180,6 +197,10 @@ def most_frugal(plan: Plan) -> Plan:
         composition=plan.traced.composition(choice),
         offloaded_bytes=far_bytes(choice),
     )
+
+
+def _choice_of(plan: Plan, traced: TracedStep) -> Choice:
+    return chosen_by(traced.tape, traced.choosable, plan.op_policies)
 
 
 def _planned(plans: Sequence[Plan]) -> str:
@@ -213,7 +234,7 @@ def _power(plans: Sequence[Plan], signature: BatchSignature) -> float:
 
 
 def _lasting(plan: Plan) -> int:
-    return sum(plan.composition.get(category, 0) for category in _LASTING)
+    return sum(plan.composition.get(category, 0) for category in LASTING)
 
 
 def _likely_peak(plan: Plan, signature: BatchSignature, power: float) -> int | None:
@@ -222,5 +243,10 @@ def _likely_peak(plan: Plan, signature: BatchSignature, power: float) -> int | N
     if not planned.is_like(signature) or not planned.num_elements:
         return None
     growth = max(signature.num_elements / planned.num_elements, 1.0)
-    changing_bytes = plan.peak_bytes - _lasting(plan)
-    return _lasting(plan) + round(changing_bytes * math.pow(growth, power))
+    growth = math.pow(growth, power)
+    if plan.traced is None:
+        changing_bytes = plan.peak_bytes - _lasting(plan)
+        return _lasting(plan) + round(changing_bytes * growth)
+    choice = _choice_of(plan, plan.traced)
+    more_bytes = plan.peak_bytes - grown_peak(plan.traced, choice, 1.0)  # of blocks
+    return grown_peak(plan.traced, choice, growth) + max(more_bytes, 0)

@@ -14,6 +14,7 @@ from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import UnsupportedError
+from autosac.kinds import check_profile
 from autosac.profiles.fingerprints import fingerprint
 from autosac.profiles.mistakes import (
     check_options,
@@ -264,6 +265,7 @@ def calibrate(
         TraceError: The real step fails; names op and module.
         ValueError: The profile is for a device that is not present.
     """
+    check_profile(profile, Profile)
     from autosac.costs.calibrating import calibrated  # runs kernels: only when asked
 
     if profile.step.lens is not None and torch.cuda.is_available():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from autosac.kinds import check_kind
 from autosac.pictures.pictures import MARKERS, Line, Panel, Picture
 from autosac.quantities import byte_unit
 from autosac.results.rows import Row, Sweep
@@ -18,6 +19,10 @@ def picture_of(sweep: Sweep, *, rivals: Rivals | None = None) -> Picture:
     Raises:
         ValueError: No row has a plan.
     """
+    check_kind(sweep, Sweep, name="sweep", wanted="what `autosac.sweep` returns")
+    if rivals is not None:
+        wanted = "a dict of points by the name of another way to plan"
+        check_kind(rivals, Mapping, name="rivals", wanted=wanted)
     rows = [row for row in sweep.rows if row.status == "planned"]
     if not rows:
         raise ValueError("No row of the sweep has a plan: there is nothing to draw.")

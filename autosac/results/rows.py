@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from autosac.kinds import new_file
 from autosac.optional import needed
 from autosac.quantities import format_bytes, format_ms
 from autosac.summaries import Summarized, Summary, Table
@@ -201,7 +202,7 @@ class Sweep(Summarized, Sequence[Row]):
         Raises:
             OSError: The file cannot be written.
         """
-        with open(path, "w", newline="", encoding="utf-8") as file:
+        with open(new_file(path), "w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, [*self.axes, *FIGURES])
             writer.writeheader()
             writer.writerows(self.records())
@@ -214,7 +215,7 @@ class Sweep(Summarized, Sequence[Row]):
             OSError: The file cannot be written.
         """
         needed("pyarrow", "`Sweep.to_parquet`")
-        self.to_dataframe().to_parquet(path, index=False)
+        self.to_dataframe().to_parquet(new_file(path), index=False)
 
     def picture(self, *, rivals: Rivals | None = None) -> Picture:
         """The rows as a picture, whose ``save`` writes a file.

@@ -24,6 +24,7 @@ import torch
 from torch.nn import functional
 
 from autosac.errors import ArgumentError, UnsupportedError
+from autosac.kinds import check_kind
 from autosac.quantities import parse_bytes, whole_number
 
 _aten = torch.ops.aten
@@ -92,6 +93,9 @@ def _check(
     bias: torch.Tensor | None,
     reduction: str,
 ) -> None:
+    tensors = {"hidden": hidden, "weight": weight, "targets": targets}
+    for name, tensor in tensors.items():
+        check_kind(tensor, torch.Tensor, name=name, wanted="a tensor")
     if weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         raise ArgumentError(
             f"`hidden` {tuple(hidden.shape)} and `weight` {tuple(weight.shape)} do not"

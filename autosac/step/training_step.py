@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from autosac import _compat_dispatch
 from autosac.errors import ArgumentError, TraceError, UnsupportedError
+from autosac.kinds import check_function, check_kind
 from autosac.step.batches import first_batch
 
 LossFn = Callable[[Any], torch.Tensor]
@@ -51,10 +52,12 @@ class OptimizerInBackward:
         parameters: Iterable[torch.nn.Parameter],
         make_optimizer: MakeOptimizer,
     ) -> None:
+        wanted = "a function of a list of parameters that makes their optimizer"
+        check_function(make_optimizer, name="make_optimizer", wanted=wanted)
         self.make_optimizer = make_optimizer
         self.optimizers = {
             parameter: make_optimizer([parameter])
-            for parameter in parameters
+            for parameter in _listed(parameters)
             if parameter.requires_grad
         }
         for parameter in self.optimizers:
@@ -83,6 +86,20 @@ class OptimizerInBackward:
 
     def step(self) -> None:
         """Do nothing: every parameter was stepped in backward."""
+
+
+def _listed(parameters: Any) -> list[torch.nn.Parameter]:
+    """Parameters as a list.
+
+    Raises:
+        ArgumentError: They are none, such as a model.
+    """
+    wanted = "parameters, as `model.parameters()` gives them"
+    check_kind(parameters, Iterable, name="parameters", wanted=wanted)
+    listed = list(parameters)
+    for parameter in listed:
+        check_kind(parameter, torch.Tensor, name="parameters", wanted=wanted)
+    return listed
 
 
 AnyOptimizer = torch.optim.Optimizer | OptimizerInBackward

@@ -14,8 +14,9 @@ from autosac.costs import caching
 from autosac.devices.free_memory import physical_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import ArgumentError
+from autosac.kinds import check_kind
 from autosac.progress import progress_bar
-from autosac.quantities import parse_bytes, read_budgets
+from autosac.quantities import is_whole, parse_bytes, read_budgets
 from autosac.results.rows import FIGURES, Label, Row, Sweep
 from autosac.step.marks import Marks, marks_of
 from autosac.sweeps import cell_facts, files, running
@@ -87,6 +88,13 @@ def sweep_grid(
         OSError: The directory cannot be written.
         KeyboardInterrupt: It was interrupted; finished cells are in the directory.
     """
+    if n_jobs is not None and (not is_whole(n_jobs) or n_jobs == 0):
+        raise ArgumentError(
+            "`n_jobs` must be a whole number of cells at a time, -1 for one on each"
+            f" core, or None, got {n_jobs!r}."
+        )
+    wanted = "a dict of the values of each argument of `make_step`"
+    check_kind(grid, Mapping, name="grid", wanted=wanted)
     budgets = _budgets(memory_budgets, n)
     axes = {name: _axis(name, values) for name, values in grid.items()}
     shared: dict[str, Any] = {
@@ -170,7 +178,7 @@ def _budgets(
 
 def _axis(name: str, values: Sequence[Any] | Mapping[str, Any]) -> dict[Label, Any]:
     """Label -> value for one axis of a grid."""
-    if not name.isidentifier() or name in FIGURES:
+    if not str(name).isidentifier() or name in FIGURES:
         raise ArgumentError(
             f"`grid` has an axis {name!r}, which must be the name of an argument and no"
             f" column of the table ({', '.join(sorted(FIGURES))})."

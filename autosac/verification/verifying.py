@@ -13,10 +13,11 @@ from typing import Any, Protocol
 
 import torch
 
-from autosac.errors import AutosacError, TraceError, UnsupportedError
+from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
+from autosac.kinds import check_function
 from autosac.progress import progress_bar
 from autosac.pytrees import held_tensors, module_tensors
-from autosac.quantities import format_bytes, format_ms
+from autosac.quantities import format_bytes, format_ms, whole_number
 from autosac.step.arguments import check_loss_fn, optimizer_for, read_dtype
 from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
 from autosac.step.training_step import (
@@ -165,6 +166,12 @@ def verify(
         UnsupportedError: The plan's budget caps what is reserved.
     """
     check_loss_fn(loss_fn)
+    if not hasattr(plan, "apply"):
+        raise ArgumentError(
+            f"`plan` must be what `autosac.plan` returns, got {type(plan).__name__}."
+        )
+    check_function(make_model, name="make_model", wanted="a function of nothing")
+    check_function(make_inputs, name="make_inputs", wanted="a function of nothing")
     if getattr(plan, "cap", "allocated") == "reserved":
         raise UnsupportedError(
             "The plan's budget caps what PyTorch reserves, and `verify` measures what"
@@ -208,10 +215,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("timing_rounds", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(
-                    f"`{name}` must be at least {least}, got {getattr(self, name)}."
-                )
+            whole_number(getattr(self, name), name=name, least=least)
 
 
 def verify_each(

@@ -225,6 +225,9 @@ def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
     [
         (["estimate", "nothing"], "names no model"),
         (["estimate", "no.such.module:x"], "No module named"),
+        (["estimate", "../factories:gpt"], "names no model"),
+        (["estimate", "factory_of_no_python:gpt"], "SyntaxError: invalid syntax"),
+        (["estimate", "factory_that_fails:gpt"], "RuntimeError: at import"),
         (["estimate", "tests.factories:missing"], "has no 'missing'"),
         (["estimate", "tests.factories:NUMBER"], "is no function, but int"),
         (["estimate", "tests.factories:alone"], "must return (model, inputs)"),
@@ -245,7 +248,13 @@ def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
         (["plan", GPT, "-b", "1GiB", "--set", "layers=two"], "TypeError"),
     ],
 )
-def test_what_cannot_be_meant_is_a_matter_of_usage(arguments, match):
+def test_what_cannot_be_meant_is_a_matter_of_usage(
+    arguments, match, tmp_path, monkeypatch
+):
+    (tmp_path / "factory_of_no_python.py").write_text("def gpt(:")
+    (tmp_path / "factory_that_fails.py").write_text("raise RuntimeError('at import')")
+    monkeypatch.syspath_prepend(tmp_path)
+
     result = run(*arguments)
 
     assert result.exit_code == cli.EXIT_USAGE, result.output
@@ -260,6 +269,10 @@ def test_what_cannot_be_meant_is_a_matter_of_usage(arguments, match):
         ('{"model_type": "llama"}', [], "names no `model_type` or no `architectures`"),
         (None, ["--set", "num_hidden_layer=3"], "did you mean 'num_hidden_layers'?"),
         (None, ["--length", "17"], "longer than the 16 positions"),
+        (None, ["--set", "hidden_size=x"], "expected int, got str"),
+        (None, ["--length", "8", "--set", "hidden_act=no"], "makes no Llama"),
+        (None, ["--set", "architectures=Trainer"], "has no model 'Trainer'"),
+        (None, ["--set", "model_type=lama"], "did you mean 'llama'?"),
     ],
 )
 def test_what_a_config_cannot_mean_is_a_matter_of_usage(

@@ -1,3 +1,6 @@
+from types import SimpleNamespace
+from unittest.mock import Mock
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -352,6 +355,15 @@ def test_modules_that_cannot_be_planned_are_refused(kind, message):
     )
     with pytest.raises(NotImplementedError, match=message):
         trainer.fit(kind(), DataLoader(Rows(), batch_size=BATCH))
+
+
+def test_hooks_of_the_pytorch_profiler_are_refused():
+    # A real one, stopped by an error, leaves another error to Python's collector.
+    profiler = Mock(lightning.profilers.PyTorchProfiler, _register=object())
+    strategy = lightning.strategies.SingleDeviceStrategy(torch.device("cpu"))
+    trainer = SimpleNamespace(strategy=strategy, profiler=profiler)
+    with pytest.raises(NotImplementedError, match="record_module_names=False"):
+        silent("1GiB").on_train_start(trainer, Network())
 
 
 class Untrained(Network):

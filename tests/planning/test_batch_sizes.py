@@ -184,7 +184,11 @@ def test_sizes_that_do_not_fit_are_passed_over(model):
     ("options", "error", "match"),
     [
         ({"sizes": []}, ValueError, "positive"),
-        ({"sizes": [0, 1]}, ValueError, "positive"),
+        (
+            {"sizes": [0, 1]},
+            ValueError,
+            "`sizes` must be a whole number of at least 1, got 0",
+        ),
         ({"loss_fn": torch.sum, "make_loss_fn": next_token_loss}, TypeError, "either"),
     ],
 )

@@ -1,5 +1,7 @@
 """Batches that were not planned for."""
 
+import gc
+
 import pytest
 import torch
 
@@ -45,12 +47,14 @@ def test_a_smaller_batch_follows_the_next_larger_one_and_keeps_the_budget(plan):
 def test_a_larger_batch_is_said_once_with_its_peak(plan):
     training = Training(plan)
     training.run(step(BATCHES[0]))
-    with pytest.warns(UserWarning, match=r"tokens \[4, 32\] is larger") as caught:
+    with pytest.warns(UserWarning, match=r"is larger") as caught:
         training.run(step(batch_of(32)))
         training.run(step(batch_of(32, padded=False)))
         training.run(step(batch_of(40)))
+        training.run(step(batch_of(36)))
     said = [str(one.message) for one in caught if "larger than all" in str(one.message)]
-    (text,) = said
+    text, later = said
+    assert "tokens [4, 40]" in later and "above the budget" in later
     likely = int(text.partition("will be about ")[2].split()[0])
 
     assert likely == pytest.approx(training.peak_bytes(batch_of(32)), rel=0.05)
@@ -180,3 +184,50 @@ def test_a_plan_from_a_file_says_that_it_cannot_replan(tmp_path):
     planned.save(tmp_path / "plan.json")
     with pytest.warns(UserWarning, match="from a file knows neither loss"):
         autosac.Plan.load(tmp_path / "plan.json").apply(make_model())
+
+
+@pytest.mark.slow
+def test_a_plan_for_a_small_batch_recomputes_much_of_a_much_larger_one():
+    # The small one's peak is that of its optimizer, which nothing recomputed lowers.
+    small, large = batch_of(12, rows=1), batch_of(12, rows=12)
+    options = {"optimizer": torch.optim.AdamW}
+    least_bytes = autosac.floor(autosac.profile(make_model(), large, **options))
+    profile = autosac.calibrate(autosac.profile(make_model(), small, **options))
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    training = Training(plan)
+    training.run(step(small))
+    with pytest.warns(UserWarning, match="All that saves memory is") as caught:
+        training.run(step(large))
+    (text,) = (str(one.message) for one in caught)
+    likely = int(text.partition("will be about ")[2].split()[0])
+    peak_bytes = training.peak_bytes(large)
+
+    assert likely == pytest.approx(peak_bytes, rel=0.02)
+    assert peak_bytes == pytest.approx(least_bytes, rel=0.1)
+
+
+class Bag(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 32), torch.nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.down(self.up(x).tanh())
+
+
+def test_a_batch_that_is_planned_anew_goes_with_the_step():
+    # It stayed until Python's collector ran, one for each new shape.
+    model = torch.nn.Sequential(*(Bag() for _ in range(3)))
+    profile = autosac.profile(model, torch.ones(2, 8), loss_fn=torch.sum)
+    budget_bytes = autosac.floor(profile)
+    autosac.plan(profile, memory_budget=budget_bytes, on_mismatch="replan").apply(model)
+    shape = (64, 8)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.warns(UserWarning, match="planned for anew.*above the budget"):
+            model(torch.ones(shape)).sum().backward()
+        alive = [one for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+        assert not [one for one in alive if one.shape == shape and not one.is_meta]
+    finally:
+        gc.enable()

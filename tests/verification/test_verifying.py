@@ -175,7 +175,7 @@ def test_no_step_is_timed_if_none_is_asked_for():
 
 @pytest.mark.parametrize(("option", "least"), [("steps", 1), ("timing_rounds", 0)])
 def test_refuses_to_run_nothing(option, least):
-    message = f"`{option}` must be at least {least}, got {least - 1}"
+    message = f"`{option}` must be a whole number of at least {least}, got {least - 1}"
     with pytest.raises(ValueError, match=message):
         check(Checkpointed(), **{option: least - 1})
 

@@ -1,0 +1,26 @@
+"""AC units that a training loop calls besides the model's forward."""
+
+import pytest
+import torch
+
+from autosac.checkpointing.batch_variants import steps_by_hand
+from tests.checkpointing.test_other_mode import WIDTH, planned
+
+
+def test_a_unit_that_the_loop_calls_by_itself_is_said_once():
+    # What its second call keeps, and its rerun, come on top of the planned peak.
+    model, x = planned(training=True), torch.randn(64, WIDTH)
+    with pytest.warns(UserWarning, match="AC unit `0` is called outside of .*forward"):
+        (model(x).sum() + model[0](x).sum()).backward()
+
+    model[0](x).sum().backward()  # warnings fail tests
+
+
+def test_a_call_without_gradients_or_in_a_step_that_begins_by_hand_is_not_said():
+    model, x = planned(training=True), torch.randn(64, WIDTH)
+    with torch.no_grad():
+        model[0](x)
+    begin = steps_by_hand(model)
+
+    begin(x)
+    model[0](x).sum().backward()
