@@ -4,6 +4,7 @@ import gc
 import time
 import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from autosac.planning.dry_running import difference_in_dry_run
 from autosac.planning.spelling import spell_out
 from autosac.profiles.restricting import restricted
 from autosac.quantities import format_ms
+from autosac.solving.correcting import Search
 from autosac.solving.incumbents import far_bytes, recompute_ms
 from autosac.solving.rules_of_thumb import policy_saving
 from autosac.units.far_units import FarUnit
@@ -462,6 +464,20 @@ def test_far_memory_keeps_its_cap_and_more_of_it_never_costs_more(step):
         times.append(plan.recompute_ms)
     assert times == sorted(times, reverse=True)
     assert times[0] == autosac.plan(step.plain, memory_budget=floor).recompute_ms
+
+
+def test_a_plan_for_more_far_memory_is_no_dearer_than_one_known_for_less(
+    step, monkeypatch
+):
+    floor = budgets(step)[2]
+    asked = partial(autosac.plan, step.plain, memory_budget=floor, offload=True)
+    less_bytes = asked().offloaded_bytes // 3
+    known = asked(host_budget=less_bytes)
+    monkeypatch.setattr(Search, "run", lambda search: None)  # which finds nothing
+
+    other = asked(host_budget=less_bytes + 1)
+
+    assert other.recompute_ms <= known.recompute_ms
 
 
 def test_reports_and_errors_say_what_offload_would_do(step):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from autosac._compat_distributed import is_collective
@@ -15,17 +15,15 @@ from autosac.devices.allocator_settings import AllocatorSettings, Cap
 from autosac.devices.specs import DeviceSpec
 from autosac.profiles.fingerprints import Fingerprint
 from autosac.profiles.module_curves import Curves, ModuleCurve, curve_of, with_curves
+from autosac.profiles.step_choosers import chooser_of
 from autosac.quantities import format_bytes, format_ms
 from autosac.simulation.simulator import Simulator
 from autosac.simulation.varied_simulator import VariedSimulator, name_of
 from autosac.solvers.curves import knapsack
 from autosac.solving.choosing import Chooser
-from autosac.solving.curve_points import (
-    formulate_candidates,
-    formulate_in_usual_blocks,
-)
+from autosac.solving.curve_points import formulate_candidates
 from autosac.solving.formulation import Formulation
-from autosac.solving.incumbents import Incumbents, most_rules
+from autosac.solving.incumbents import most_rules
 from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.rules_of_thumb import Choice, Rules
 from autosac.solving.solve_options import read_segments
@@ -55,7 +53,7 @@ VARIANTS = ("with_given_units", "with_other_caps", "with_offload", "with_host")
 _OF_UNITS = (  # what a profile knows of its AC units
     *("units", "chains", "slices", "candidates", "formulation", "fronts", "rules"),
     *("units_by_name", "chooser", "roomy_chooser", "_varied", "dry_runs", "statistics"),
-    *("_curves", *VARIANTS, "far_units"),
+    *("_curves", *VARIANTS, "far_units", "far_twins"),
     *("known_eager", "moved_blocks", "streamed", "streaming"),
 )
 
@@ -296,7 +294,12 @@ class TracedStep(Summarized):
     @cached_property
     def far_units(self) -> tuple[FarUnit, ...]:
         """Twins of candidates whose arguments lie in far memory, if it may be used."""
-        if self.plain is None or (link := self.device.link) is None:
+        return () if self.plain is None else self.plain.far_twins
+
+    @cached_property
+    def far_twins(self) -> tuple[FarUnit, ...]:
+        """The same of this step with offload, however much far memory there is."""
+        if (link := self.device.link) is None:
             return ()
         finder_args = (self.tape, self.units.candidates, self.op_ms, link)
         return find_far_units(*finder_args)
@@ -367,16 +370,14 @@ class TracedStep(Summarized):
     @cached_property
     def chooser(self) -> Chooser:
         """Chooser of what to recompute under a budget; keeps what it found before."""
-        plain = None if self.plain is None else self.plain.chooser
-        return self._chooser(self.simulator, plain)
+        return chooser_of(self, self.simulator, "chooser")
 
     @cached_property
     def roomy_chooser(self) -> Chooser:
         """Likewise; it leaves room for the steps that come, where sizes vary."""
         if not self.redrawn:
             return self.chooser
-        plain = None if self.plain is None else self.plain.roomy_chooser
-        return self._chooser(self._varied, plain)
+        return chooser_of(self, self._varied, "roomy_chooser")
 
     @cached_property
     def _varied(self) -> VariedSimulator:
@@ -386,19 +387,6 @@ class TracedStep(Summarized):
     def room_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
         """How far below a budget a peak must stay for the steps that come."""
         return self._varied.margin_bytes(chosen) if self.redrawn else 0
-
-    def _chooser(self, simulator: Simulator, plain: Chooser | None) -> Chooser:
-        with no_collections():
-            if plain is not None:  # which knows the rules of thumb
-                known = Incumbents(simulator, ()), plain, self.moved_blocks
-                return Chooser(simulator, self.formulation, *known)
-            choices = self.rules.some(most_rules(simulator))
-            incumbents = Incumbents(simulator, choices)
-            usual = None
-            if self.tape.device_type == "cuda":
-                own = self.simulator, self.rules, self.formulation
-                usual = partial(formulate_in_usual_blocks, *own)
-            return Chooser(simulator, self.formulation, incumbents, usual=usual)
 
     @cached_property
     def dry_runs(self) -> set[frozenset[tuple[Unit, Policy]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 
@@ -47,6 +47,8 @@ class Chooser(StepModel):
         usual: Works out the MILP's numbers in other blocks, if that is of use: asked
             for where a wide gap is left. None where no allocator is replayed, or wide
             gaps are not worth some seconds.
+        tighter: Choosers of the same step with less far memory: what they found before
+            is not to be beaten either.
     """
 
     def __init__(
@@ -57,8 +59,10 @@ class Chooser(StepModel):
         plain: Chooser | None = None,
         moved: MovedBlocks | None = None,
         usual: Callable[[], Formulation | None] | None = None,
+        tighter: Callable[[], Iterable[Chooser]] = tuple,
     ) -> None:
         super().__init__(simulator, formulation)
+        self._tighter = tighter
         self._plain = plain
         self._moved = moved
         self._incumbents = incumbents
@@ -96,6 +100,8 @@ class Chooser(StepModel):
             search.offer(self._plain.choose(budget_bytes, options)[0])
         if self._moved is not None:
             search.offer(self._moved.cheapest(budget_bytes))
+        for other in self._tighter():
+            search.offer(other._incumbents.cheapest(budget_bytes))
         if self._formulation.units and options.segments is not None:
             search.run_on_segments(self._formulation)
         elif self._formulation.units:
@@ -251,7 +257,9 @@ class Chooser(StepModel):
         least_bytes, choice, _ = self.predicted_floor(backend)
         best = self._incumbents.lowest(choice)
         if self._plain is not None:
-            choices = (best, *self._known_lowest(self._plain.lowest(backend)))
+            choices = [best, *self._known_lowest(self._plain.lowest(backend))]
+            known = (other._lowest.get(backend) for other in self._tighter())
+            choices += [choice for choice in known if choice is not None]
             best = min(choices, key=self.true_peak_bytes)
         best_bytes = self.true_peak_bytes(best)
         # Does the MILP see more memory than there is?
