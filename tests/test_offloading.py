@@ -23,6 +23,7 @@ from autosac.quantities import format_ms
 from autosac.solving.correcting import Search
 from autosac.solving.incumbents import far_bytes, recompute_ms
 from autosac.solving.rules_of_thumb import policy_saving
+from autosac.solving.step_model import Floor
 from autosac.units.far_units import FarUnit
 from autosac.units.policies import SAVE
 from autosac.verification.verifying import Recipe, verify_each
@@ -478,6 +479,22 @@ def test_a_plan_for_more_far_memory_is_no_dearer_than_one_known_for_less(
     other = asked(host_budget=less_bytes + 1)
 
     assert other.recompute_ms <= known.recompute_ms
+
+
+def test_the_floor_with_more_far_memory_is_no_higher_than_one_known_for_less(
+    step, monkeypatch
+):
+    chooser = restricted(step.plain, offload=True, host_bytes=2**40).chooser
+    less_bytes = far_bytes(chooser.lowest()) - 1
+    known = restricted(step.plain, offload=True, host_bytes=less_bytes).chooser
+    known_bytes = known.true_peak_bytes(known.lowest())
+    more = restricted(step.plain, offload=True, host_bytes=less_bytes + 1).chooser
+    everything = Floor(2**60, {}, more.no_bytes())
+    monkeypatch.setattr(more, "_find_floor", lambda backend: everything)
+    monkeypatch.setattr(more, "_mended", lambda choice: choice)
+
+    assert known_bytes < step.plain.chooser.true_peak_bytes(step.plain.chooser.lowest())
+    assert more.true_peak_bytes(more.lowest()) <= known_bytes
 
 
 def test_reports_and_errors_say_what_offload_would_do(step):

@@ -28,9 +28,7 @@ if TYPE_CHECKING:  # plans apply themselves with this
 OnMismatch = Literal["recompute", "replan", "raise"]
 Replan = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], "Plan"]
 ON_MISMATCH = ("recompute", "replan", "raise")
-_MUCH = (
-    8.0  # times as much as what was traced: a larger batch, as long as none is known
-)
+_MUCH = 8.0  # times what was traced: a larger batch, as long as none is known
 
 
 def check_on_mismatch(on_mismatch: Any) -> None:
