@@ -34,7 +34,7 @@ _limit_onednn()
 def pytest_configure(config):
     """Runs without slow tests draw fewer examples."""
     if config.getoption("numprocesses"):
-        return  # this process runs no tests, and has no use for what takes long to import
+        return  # this process runs no tests: imports would only take it time
     gc.disable()  # until tests are collected: what imports make stays
     atexit.register(gc.unfreeze)  # so that what was frozen is not reported as leaked
     _share_cores()
