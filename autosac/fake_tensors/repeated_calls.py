@@ -156,7 +156,7 @@ def kept_results(*, on_gpu: bool) -> Results:
         backends.cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
     )
-    return _kept[(on_gpu, *settings)]
+    return _kept[on_gpu, settings]
 
 
 class RepeatedCalls:

@@ -191,6 +191,7 @@ MIXED = {"blocks.*": "sequence_to_whole"}
 DISTRIBUTED = {"model": Activated(), "tp_plan": {"activation": "whole_input"}}
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

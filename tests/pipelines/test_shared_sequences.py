@@ -211,6 +211,7 @@ def _with(block, name="embedding"):
 CONTEXT = {"tp_plan": "tensor", "mesh": {"cp": 2, "tp": 2}}
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
