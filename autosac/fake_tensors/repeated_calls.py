@@ -155,6 +155,7 @@ def kept_results(*, on_gpu: bool) -> Results:
         backends.cudnn.enabled,
         backends.cudnn.deterministic,
         torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),  # see `cpu_convolutions`
     )
     return _kept[on_gpu, settings]
 
