@@ -54,7 +54,8 @@ if TYPE_CHECKING:
     from autosac.profiles.module_curves import ModuleCurve
     from autosac.profiles.module_graph import GraphInfo, graph_info
     from autosac.profiles.profile import Profile, calibrate, profile
-    from autosac.results.rows import Row, Sweep
+    from autosac.results.rows import Row
+    from autosac.results.sweeps import Sweep
     from autosac.statistics.by_module import Statistics
     from autosac.statistics.trackers import from_trackers
     from autosac.step.chunked_cross_entropy import chunked_cross_entropy
@@ -198,10 +199,8 @@ _NAMES_OF = {
         "calibrate",
         "profile",
     ),
-    "autosac.results.rows": (
-        "Row",
-        "Sweep",
-    ),
+    "autosac.results.rows": ("Row",),
+    "autosac.results.sweeps": ("Sweep",),
     "autosac.statistics.by_module": ("Statistics",),
     "autosac.statistics.trackers": ("from_trackers",),
     "autosac.step.chunked_cross_entropy": ("chunked_cross_entropy",),

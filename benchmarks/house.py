@@ -21,6 +21,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from time import perf_counter
 
@@ -55,8 +56,13 @@ def _name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports() -> Iterator[Import]:
+@cache
+def imports() -> tuple[Import, ...]:
     """Every import of one module of the product by another."""
+    return tuple(_imports())
+
+
+def _imports() -> Iterator[Import]:
     known = modules()
     for name, path in known.items():
         package = name if path.name == "__init__.py" else name.rpartition(".")[0]
@@ -109,6 +115,31 @@ def upward() -> list[Import]:
         if "" not in (folder(one.importer), folder(one.imported))
         and rank[folder(one.importer)] < rank[folder(one.imported)]
     ]
+
+
+def circles() -> list[list[str]]:
+    """Modules that import one another, each circle once."""
+    imported: dict[str, set[str]] = {name: set() for name in modules()}
+    for one in imports():
+        imported[one.importer].add(one.imported)
+    reached = {name: _reached(name, imported) for name in imported}
+    groups = {
+        tuple(sorted(other for other in reached[name] if name in reached[other]))
+        for name in imported
+    }
+    return sorted(list(group) for group in groups if group)
+
+
+def _reached(name: str, imported: dict[str, set[str]]) -> set[str]:
+    """Modules that a module imports, or that those import."""
+    reached: set[str] = set()
+    ahead = [*imported[name]]
+    while ahead:
+        other = ahead.pop()
+        if other not in reached:
+            reached.add(other)
+            ahead += imported[other]
+    return reached
 
 
 # --- sizes --------------------------------------------------------------------

@@ -47,11 +47,12 @@ def _kept(trace: Callable[..., Any]) -> Callable[..., Any]:
     def kept(*args: Any, **options: Any) -> Any:
         (module, received), dtypes = args[-2:], args[:-2]
         how = [str(options.get(n)) for n in ("parallel", "device", "optimizer")]
-        how += [options.get("loss_fn") is None, dtypes]
+        loss_fn = options.get("loss_fn")  # kept, so that its address stays its own
+        how += [repr(loss_fn), dtypes]
         key = str((_described(module), received.shape, received.dtype, how))
         if key not in known:
-            known[key] = trace(*args, **options)
-        own = known[key]
+            known[key] = trace(*args, **options), loss_fn
+        own, _ = known[key]
         # Nor do copies know of plans that were made of it.
         return own.each(replace) if trace.__name__ == "stage_step" else replace(own)
 

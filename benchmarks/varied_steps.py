@@ -21,7 +21,7 @@ import torch
 
 import autosac
 from autosac.costs.sources import modelled_costs
-from autosac.planning.make_plan import choose
+from autosac.planning.choices import choose
 from autosac.profiles.traced_step import TracedStep
 from autosac.simulation.varied_simulator import peaks_of_variants
 from autosac.solving.incumbents import recompute_ms

@@ -1,3 +1,4 @@
+import atexit
 import gc
 import os
 import signal
@@ -8,9 +9,6 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, settings
-
-from tests import examples
 
 
 def _limit_onednn():
@@ -35,9 +33,15 @@ _limit_onednn()
 
 def pytest_configure(config):
     """Runs without slow tests draw fewer examples."""
-    if not config.getoption("numprocesses"):
-        gc.disable()  # until tests are collected: what imports make stays
-        _share_cores()
+    if config.getoption("numprocesses"):
+        return  # this process runs no tests: imports would only take it time
+    gc.disable()  # until tests are collected: what imports make stays
+    atexit.register(gc.unfreeze)  # so that what was frozen is not reported as leaked
+    _share_cores()
+    from hypothesis import HealthCheck, settings
+
+    from tests import examples
+
     if config.option.markexpr == "not slow":
         examples.draw_fewer()
     # No test fails because the machine is busy.
@@ -51,10 +55,7 @@ def pytest_configure(config):
 
 
 def _share_cores():
-    """Processes that run side by side (pytest -n) share the cores.
-
-    The one that starts them does without PyTorch, whose import they would wait for.
-    """
+    """Processes that run side by side (pytest -n) share the cores."""
     import torch
 
     import autosac  # noqa: F401  # before the session starts
@@ -64,7 +65,8 @@ def _share_cores():
 
 
 def pytest_collection_finish():
-    """Garbage is collected from here on."""
+    """Garbage is collected from here on, not among what imports have made."""
+    gc.freeze()
     gc.enable()
 
 
@@ -91,11 +93,6 @@ def frozen_objects():
     """Measuring collects garbage: not among all that imports and others have made."""
     gc.collect()
     gc.freeze()
-
-
-def pytest_sessionfinish():
-    """What was frozen is not reported as leaked."""
-    gc.unfreeze()
 
 
 def _on_one_thread():

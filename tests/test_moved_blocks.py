@@ -6,7 +6,7 @@ from torch import nn
 
 import autosac
 from autosac.errors import InfeasibleBudgetError
-from autosac.planning import make_plan, offload_advice
+from autosac.planning import choices, offload_advice
 from autosac.profiles.restricting import restricted
 from autosac.quantities import format_ms
 from autosac.solving.incumbents import recompute_ms
@@ -102,6 +102,6 @@ def test_an_infeasible_budget_says_whether_offload_makes_it_feasible(step, budge
 
 
 def test_nothing_is_said_where_offload_lowers_nothing(step):
-    lowest = make_plan.lowest(restricted(step, offload=True))
+    lowest = choices.lowest(restricted(step, offload=True))
 
     assert offload_advice.of_infeasible(step, lowest, step.peak_bytes(lowest) - 1) == ""

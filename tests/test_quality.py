@@ -39,6 +39,10 @@ def test_no_folder_imports_one_above_it():
     assert house.upward() == []
 
 
+def test_no_file_imports_one_that_imports_it():
+    assert house.circles() == []
+
+
 def test_the_design_page_names_every_folder():
     folders = {path.parent.name for path in (ROOT / "autosac").glob("*/__init__.py")}
 

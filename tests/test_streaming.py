@@ -8,8 +8,8 @@ from torch import nn
 
 import autosac
 from autosac.errors import InfeasibleBudgetError
+from autosac.planning.choices import lowest
 from autosac.planning.dry_running import difference_in_dry_run
-from autosac.planning.make_plan import lowest
 from autosac.profiles.restricting import restricted
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.streaming import Streaming

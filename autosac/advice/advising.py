@@ -20,7 +20,8 @@ from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
 from autosac.quantities import format_bytes, format_ms, parse_bytes
-from autosac.results.rows import Row, Sweep, figures_of, reason_of
+from autosac.results.rows import Row, figures_of, reason_of
+from autosac.results.sweeps import Sweep
 from autosac.summaries import Summary, Table
 
 AS_IT_IS = "as it is"

@@ -12,7 +12,7 @@ from typing import Any
 
 from autosac.cli.models import Target, asked, factory_of, hf_path
 from autosac.cli.usage import OPTIONS, UsageError, usage
-from autosac.results.rows import Sweep
+from autosac.results.sweeps import Sweep
 from autosac.sweeps.cell_facts import code_of
 from autosac.sweeps.grids import sweep_grid
 

@@ -38,7 +38,7 @@ from autosac.cli.usage import OPTIONS, UsageError, check_folders, usage
 from autosac.devices.specs import KNOWN_DEVICES
 
 if TYPE_CHECKING:
-    from autosac.results.rows import Sweep
+    from autosac.results.sweeps import Sweep
 
 _OF_A_GRID = "(with --grid)"
 _GRID = (

@@ -16,7 +16,7 @@ from autosac.pipelines.plans import PipelinePlan
 from autosac.planning.plans import Plan
 from autosac.profiles.estimate import Estimate
 from autosac.quantities import format_bytes
-from autosac.results.rows import Sweep
+from autosac.results.sweeps import Sweep
 from autosac.verification.verifying import Verification
 
 _PLAN_FIELDS = (

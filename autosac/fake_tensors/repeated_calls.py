@@ -6,13 +6,14 @@ default type. So the second of two equal calls gets what the first one got: new 
 of the same layout, a view at the same place, or the same argument. So does an
 elementwise call of another size, if all its tensors have one contiguous layout. A call
 that was run on real tensors, whose values a step may branch on, is run for real again.
+Results of calls on fakes are kept for later traces (`kept_results`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -65,6 +66,10 @@ _MIXED = frozenset(
 )
 
 
+_MOST_KEPT = 20_000  # results of calls for later traces: some 20 MB
+_LONGEST_KEY = 120  # parts of their keys: a dozen tensors
+
+
 class _NotRepeatable(Exception):
     """A result that the layouts of its call do not determine in a simple way."""
 
@@ -114,20 +119,68 @@ class Call:
 KnownCalls = dict[Hashable, Call]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Results:
+    """Templates of results of calls on fakes, which all traces share.
+
+    Attributes:
+        of_calls: By key of the call.
+        elementwise: By key of elementwise calls of any size.
+    """
+
+    of_calls: dict[Hashable, Any] = field(default_factory=dict)
+    elementwise: dict[Hashable, Any] = field(default_factory=dict)
+
+    def keep(self, key: Any, template: Any) -> None:
+        """Keep the results of a call, unless a list makes its key long."""
+        if len(key) <= _LONGEST_KEY:
+            if len(self.of_calls) >= _MOST_KEPT:
+                self.of_calls.clear()
+                self.elementwise.clear()
+            self.of_calls[key] = template
+
+
+_kept: dict[Hashable, Results] = defaultdict(Results)
+
+
+def kept_results(*, on_gpu: bool) -> Results:
+    """Results that earlier traces of this process found, under the present settings.
+
+    Args:
+        on_gpu: The fakes stand for a GPU's tensors.
+    """
+    backends = torch.backends
+    settings = (  # by which convolutions choose their kernels, and so their layouts
+        backends.mkldnn.enabled,
+        backends.cudnn.enabled,
+        backends.cudnn.deterministic,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_num_threads(),  # see `cpu_convolutions`
+    )
+    return _kept[on_gpu, settings]
+
+
 class RepeatedCalls:
     """The distinct calls of a trace.
 
     Args:
         mode: The fake tensor mode of the trace.
-        known: What other traces of the same device learned, and this one will.
+        calls: What other traces of the same device learned, and this one will.
+        results: What all traces share; None for nothing.
     """
 
-    def __init__(self, mode: Any, calls: KnownCalls | None = None) -> None:
+    def __init__(
+        self,
+        mode: Any,
+        calls: KnownCalls | None = None,
+        results: Results | None = None,
+    ) -> None:
         self.mode = mode
+        self._results = results or Results()
         self._known: KnownCalls = {} if calls is None else calls
         # By address, as ops are slow to hash; an op that is known here stays there.
         self._repeatable: dict[int, tuple[Any, bool]] = {}
-        self._elementwise: dict[Hashable, _Argument | torch.dtype] = {}
+        self._elementwise = self._results.elementwise
 
     def key(self, func: Any, args: Any, kwargs: Any, tensors: Tensors) -> Hashable:
         """A key, equal for calls with like results; None for a call that must be made.
@@ -156,6 +209,8 @@ class RepeatedCalls:
         if key is None:
             return None
         call = self._known.get(key)
+        if call is None and (results := self._results.of_calls.get(key)) is not None:
+            call = self._known[key] = Call(results)
         if call is None:
             of_any_size = _key_of_any_size(self.mode, func, args, kwargs, tensors)
             result = self._elementwise.get(of_any_size)
@@ -176,6 +231,8 @@ class RepeatedCalls:
             except _NotRepeatable:
                 return call
             self._known[key] = call
+            if call.results is not None and any(map(_compat_fakes.is_fake, tensors)):
+                self._results.keep(key, call.results)
             of_any_size = _key_of_any_size(self.mode, func, args, kwargs, tensors)
             if of_any_size is not None:
                 self._learn_elementwise(of_any_size, tensors[0], call.results)

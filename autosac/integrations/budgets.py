@@ -15,13 +15,9 @@ from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedErro
 from autosac.integrations.replicas import Replica, planned_once
 from autosac.planning.make_plan import lowest_plan, make_plan
 from autosac.planning.plan_batches import together
+from autosac.planning.plan_data import OnMismatch, Replan
 from autosac.planning.plans import Plan
-from autosac.planning.unseen_batches import (
-    OnMismatch,
-    Replan,
-    check_on_mismatch,
-    most_frugal,
-)
+from autosac.planning.unseen_batches import check_on_mismatch, most_frugal
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.pytrees import held_tensors, tensors_in

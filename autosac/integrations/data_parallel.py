@@ -19,8 +19,8 @@ import torch.distributed as dist
 from autosac.errors import ArgumentError
 from autosac.integrations.budgets import SCALER_BYTES, Loop, plan_loss
 from autosac.integrations.replicas import Replica, replica_of
+from autosac.planning.plan_data import OnMismatch
 from autosac.planning.plans import Plan
-from autosac.planning.unseen_batches import OnMismatch
 from autosac.step.training_step import LossFn, normalize_inputs
 
 

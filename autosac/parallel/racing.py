@@ -13,7 +13,7 @@ from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.plans import Alternative, ParallelPlan
 from autosac.parallel.solving import Degree, ParallelChooser, Search, SimulatedChoice
-from autosac.planning.make_plan import policy_ratios
+from autosac.planning.choices import policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.quantities import format_bytes, format_ms, format_parts
 from autosac.solving.incumbents import far_bytes

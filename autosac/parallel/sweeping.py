@@ -22,7 +22,8 @@ from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.profile import Profile
 from autosac.progress import progress_bar
 from autosac.quantities import parse_bytes, read_budgets
-from autosac.results.rows import Row, Sweep, figures_of, reason_of
+from autosac.results.rows import Row, figures_of, reason_of
+from autosac.results.sweeps import Sweep
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
 from autosac.step.marks import Marks
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from autosac.pictures.pictures import FILLS, Grid, Note, Panel, Picture
+from autosac.pictures.panels import FILLS, Grid, Note, Panel
 
 _HATCHES = ("", "...", "///", "\\\\\\", "|||", "", "xxx", "---")
 _PANEL_INCHES = (7.2, 3.1)
@@ -15,16 +16,16 @@ _CELL_INCHES = 0.32
 _MANY_COLUMNS = 24  # above which shades have no figures in them
 
 
-def figure(picture: Picture) -> Any:
+def figure(title: str, panels: Sequence[Panel | Grid], num_columns: int) -> Any:
     """A Matplotlib figure that belongs to no window."""
-    num_columns = min(picture.num_columns, len(picture.panels))
-    num_rows = -(-len(picture.panels) // num_columns)
-    drawn = Figure(figsize=_inches(picture, num_columns), layout="constrained")
+    num_columns = min(num_columns, len(panels))
+    num_rows = -(-len(panels) // num_columns)
+    drawn = Figure(figsize=_inches(panels, num_columns), layout="constrained")
     axes = drawn.subplots(num_rows, num_columns, squeeze=False)
-    for axis in axes.flat[len(picture.panels) :]:
+    for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     known: set[str] = set()  # one legend is enough for panels that share it
-    for axis, panel in zip(axes.flat, picture.panels, strict=False):
+    for axis, panel in zip(axes.flat, panels, strict=False):
         if isinstance(panel, Grid):
             _draw_grid(axis, panel)
         else:
@@ -33,8 +34,8 @@ def figure(picture: Picture) -> Any:
             if not labels <= known:
                 known |= labels
                 axis.legend(fontsize=7, framealpha=0.9, **_legend_place(panel))
-    if picture.title:
-        drawn.suptitle(picture.title, fontsize=11)
+    if title:
+        drawn.suptitle(title, fontsize=11)
     return drawn
 
 
@@ -44,13 +45,13 @@ def _legend_place(panel: Panel) -> dict[str, Any]:
     return {"loc": "best"}
 
 
-def _inches(picture: Picture, num_columns: int) -> tuple[float, float]:
-    first = picture.panels[0]
+def _inches(panels: Sequence[Panel | Grid], num_columns: int) -> tuple[float, float]:
+    first = panels[0]
     if isinstance(first, Grid):
         width = 3.2 + _CELL_INCHES * len(first.columns)
         return max(6.0, min(width, 16.0)), 1.6 + _CELL_INCHES * len(first.rows)
     width, height = _PANEL_INCHES if num_columns == 1 else _SMALL_PANEL_INCHES
-    num_rows = -(-len(picture.panels) // num_columns)
+    num_rows = -(-len(panels) // num_columns)
     return width * num_columns, 0.4 + height * num_rows
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from plotly import graph_objects, subplots
 
-from autosac.pictures.pictures import FILLS, Dash, Grid, Line, Panel, Picture
+from autosac.pictures.panels import FILLS, Dash, Grid, Line, Panel
 
 _PATTERNS = ("", ".", "/", "\\", "|", "", "x", "-")
 _SYMBOLS = {
@@ -22,10 +23,10 @@ _AT_THE_TOP = {
 }  # fmt: skip
 
 
-def figure(picture: Picture) -> Any:
+def figure(title: str, panels: Sequence[Panel | Grid], num_columns: int) -> Any:
     """An interactive figure."""
-    num_columns = min(picture.num_columns, len(picture.panels))
-    num_rows = -(-len(picture.panels) // num_columns)
+    num_columns = min(num_columns, len(panels))
+    num_rows = -(-len(panels) // num_columns)
     height = _ROOM_PIXELS + _PANEL_PIXELS * num_rows
     drawn = subplots.make_subplots(
         rows=num_rows,
@@ -34,7 +35,7 @@ def figure(picture: Picture) -> Any:
         horizontal_spacing=0.22 / num_columns,
     )
     seen: set[str] = set()
-    for index, panel in enumerate(picture.panels):
+    for index, panel in enumerate(panels):
         place = {"row": index // num_columns + 1, "col": index % num_columns + 1}
         if isinstance(panel, Grid):
             _draw_grid(drawn, panel, place)
@@ -45,7 +46,7 @@ def figure(picture: Picture) -> Any:
             **_AT_THE_TOP, x=0, yanchor="bottom", font={"size": 12}, **place,
         )  # fmt: skip
     drawn.update_layout(
-        title={"text": picture.title, "font": {"size": 16}, "x": 0.01},
+        title={"text": title, "font": {"size": 16}, "x": 0.01},
         height=height,
         margin={"l": 60, "r": 20, "t": 90, "b": 60},
         template="simple_white",

@@ -15,8 +15,8 @@ from autosac.pipelines.playing import StageTimes
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.stage_choosing import StageChoice
 from autosac.pipelines.stage_steps import StageStep
+from autosac.planning.choices import policy_ratios
 from autosac.planning.dry_running import difference_in_dry_run
-from autosac.planning.make_plan import policy_ratios
 from autosac.planning.spelling import spell_out
 from autosac.profiles.fingerprints import fingerprint
 from autosac.solving.incumbents import far_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autosac.planning.checking import chosen
-from autosac.planning.plans import Plan
+from autosac.planning.plan_data import PlanData
 from autosac.quantities import format_bytes
 
 _LEAST_SHARE = 0.01  # of what is reserved; less is not worth a change
@@ -15,7 +15,7 @@ _WAYS = {
 }
 
 
-def savings(plan: Plan) -> dict[str, int]:
+def savings(plan: PlanData) -> dict[str, int]:
     """What each way reserves less than the plan does, in bytes; only what pays.
 
     Args:
@@ -37,7 +37,7 @@ def savings(plan: Plan) -> dict[str, int]:
     return saved
 
 
-def lines(plan: Plan) -> list[str]:
+def lines(plan: PlanData) -> list[str]:
     """The same for people."""
     return [
         f"{way}: {format_bytes(saved_bytes)} less reserved"

@@ -11,7 +11,8 @@ import torch
 
 from autosac.errors import ArgumentError, InfeasibleBudgetError, Interrupted
 from autosac.kinds import check_kind
-from autosac.planning.make_plan import floor, lowest, make_plan
+from autosac.planning.choices import lowest
+from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.plans import Plan
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
@@ -19,7 +20,8 @@ from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.progress import Advance, progress_bar
 from autosac.quantities import parse_bytes, whole_number
-from autosac.results.rows import Row, Sweep, figures_of
+from autosac.results.rows import Row, figures_of
+from autosac.results.sweeps import Sweep
 from autosac.step.marks import Marks, marks_of
 from autosac.step.training_step import LossFn
 from autosac.summaries import Summarized, Summary

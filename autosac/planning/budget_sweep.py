@@ -10,19 +10,18 @@ import torch
 
 from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import InfeasibleBudgetError, Interrupted
+from autosac.planning.choices import SWEEP_GAP, evenly
 from autosac.planning.make_plan import floor, make_plan, may_offload
-from autosac.planning.plans import Plan
 from autosac.profiles.given import profile_of
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.progress import progress_bar
 from autosac.quantities import parse_bytes, read_budgets
-from autosac.results.rows import Row, Sweep, figures_of, reason_of
+from autosac.results.rows import Row, figures_of, monotone, reason_of
+from autosac.results.sweeps import Sweep
 from autosac.solvers import sac
 from autosac.step.marks import Marks
-
-RELATIVE_GAP = 1.5e-2  # of a solve: 64 of them should not outlast a few plans
 
 
 def sweep(
@@ -74,13 +73,13 @@ def sweep(
     lowest, baseline = floor(traced), traced.baseline_peak_bytes
     if asked is None:
         assert n is not None
-        budgets = [lowest + (baseline - lowest) * i // (n - 1) for i in range(n)]
+        budgets = evenly(lowest, baseline, n)
     else:
         total = traced.device.memory_bytes
         budgets = [parse_bytes(b, total_bytes=total) for b in asked]
     start = sac.Start()  # smaller budgets first: what they found holds for larger ones
     how = {"start": start, **(plan_options or {})}
-    answers: dict[int, Plan | str] = {}
+    answers: dict[int, Row] = {}
     wanted = sorted(set(budgets))
     try:
         with progress_bar("Planning budgets", len(wanted), show=progress) as advance:
@@ -95,7 +94,7 @@ def sweep(
 
 
 def _rows(
-    profile: TracedStep, answers: dict[int, Plan | str], budgets: Sequence[int]
+    profile: TracedStep, answers: dict[int, Row], budgets: Sequence[int]
 ) -> Sweep:
     """Rows of budgets in the order they were asked for."""
     lowest_bytes = floor(profile)
@@ -107,47 +106,21 @@ def _rows(
             planned_for=profile.device.name,
             calibrated=profile.calibrated,
         )
-        for row in _monotone(answers)
+        for row in monotone([*answers.values()])
     }
     return Sweep(rows=tuple(rows[budget] for budget in budgets))
 
 
-def _answer(
-    profile: TracedStep, budget_bytes: int, options: dict[str, Any]
-) -> Plan | str:
-    """A plan for a budget, or why there is none."""
+def _answer(profile: TracedStep, budget_bytes: int, options: dict[str, Any]) -> Row:
+    """The row of a budget by itself."""
     options = {
         "dry_run": isinstance(profile, Profile) and not any(profile.dry_runs),
-        "relative_gap": RELATIVE_GAP,
+        "relative_gap": SWEEP_GAP,
         **options,
     }
     try:
-        return make_plan(profile, budget_bytes, **options)
+        plan = make_plan(profile, budget_bytes, **options)
     except InfeasibleBudgetError as error:
-        return reason_of(error)
-
-
-def _monotone(answers: dict[int, Plan | str]) -> list[Row]:
-    """Rows by rising budget: plans of smaller budgets, bounds of larger ones hold."""
-    plans: dict[int, Plan] = {}
-    best: Plan | None = None
-    for budget, plan in answers.items():
-        if isinstance(plan, str):
-            if best is None:
-                continue
-            plan = best  # a solver at its time limit may miss it
-        if best is None or plan.recompute_ms < best.recompute_ms:
-            best = plan
-        bound_ms = min(plan.bound_ms, best.recompute_ms)
-        plans[budget] = replace(best, budget_bytes=budget, bound_ms=bound_ms)
-    bound_ms = 0.0
-    rows = []
-    for budget, answer in reversed(answers.items()):
-        if budget in plans:
-            bound_ms = max(bound_ms, plans[budget].bound_ms)
-            plan = replace(plans[budget], bound_ms=bound_ms)
-            rows.append(Row(**figures_of(plan), bound_ms=bound_ms, plan=plan))
-        else:
-            assert isinstance(answer, str)
-            rows.append(Row(status="infeasible", budget_bytes=budget, reason=answer))
-    return rows[::-1]
+        why = reason_of(error)
+        return Row(status="infeasible", budget_bytes=budget_bytes, reason=why)
+    return Row(**figures_of(plan), bound_ms=plan.bound_ms, plan=plan)

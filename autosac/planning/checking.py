@@ -6,7 +6,7 @@ import contextlib
 
 from autosac.errors import PlanMismatchError
 from autosac.kinds import check_kind, check_profile
-from autosac.planning.plans import Plan
+from autosac.planning.plan_data import PlanData
 from autosac.profiles.fingerprints import first_difference
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
@@ -16,7 +16,7 @@ from autosac.units.policies import OpPolicy, Policy
 from autosac.units.unit import Unit
 
 
-def check(plan: Plan, profile: TracedStep) -> int:
+def check(plan: PlanData, profile: TracedStep) -> int:
     """Check a plan against a traced step, such as one of another machine or PyTorch.
 
     A plan for several batches is checked by what it has for the batch of the step.
@@ -32,7 +32,7 @@ def check(plan: Plan, profile: TracedStep) -> int:
         PlanMismatchError: The step is of another model, device or mode, does other
             ops, or does not fit the plan's budget; names the first difference.
     """
-    check_kind(plan, Plan, name="plan", wanted="what `autosac.plan` returns")
+    check_kind(plan, PlanData, name="plan", wanted="what `autosac.plan` returns")
     check_profile(profile, TracedStep)
     *others, last = plan.of(profile.signature)
     for one in others:  # for other branches, perhaps
@@ -41,7 +41,7 @@ def check(plan: Plan, profile: TracedStep) -> int:
     return _checked(last, profile)
 
 
-def _checked(plan: Plan, profile: TracedStep) -> int:
+def _checked(plan: PlanData, profile: TracedStep) -> int:
     capped = restricted(profile, cap=plan.cap, offload=plan.offloads)
     peak_bytes = capped.peak_bytes(chosen(plan, capped))
     if peak_bytes > plan.budget_bytes:
@@ -53,7 +53,7 @@ def _checked(plan: Plan, profile: TracedStep) -> int:
     return peak_bytes
 
 
-def chosen(plan: Plan, profile: TracedStep) -> dict[Unit, Policy]:
+def chosen(plan: PlanData, profile: TracedStep) -> dict[Unit, Policy]:
     """The units of a step that a plan is for, and their policies.
 
     Raises:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from autosac.planning.choices import SWEEP_GAP, choose_fastest, evenly, least_budget
 from autosac.planning.eager_steps import times_of
-from autosac.planning.make_plan import choose_fastest
-from autosac.planning.plans import Plan
+from autosac.planning.plan_data import PlanData
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms
+from autosac.results.rows import Row, monotone
+from autosac.solvers import sac
 from autosac.step.source_lines import shortened
 from autosac.step.tape import Op
 from autosac.units import curves
@@ -114,7 +117,7 @@ class Offer:
 
 
 def unit_rows(
-    plan: Plan, profile: TracedStep, chosen: Mapping[Unit, Policy]
+    plan: PlanData, profile: TracedStep, chosen: Mapping[Unit, Policy]
 ) -> tuple[UnitRow, ...]:
     """What each unit of a plan frees and costs, in forward order."""
     rows = []
@@ -141,7 +144,7 @@ def unit_rows(
     return tuple(rows)
 
 
-def _why(plan: Plan, without_peak_bytes: int | None) -> str:
+def _why(plan: PlanData, without_peak_bytes: int | None) -> str:
     if without_peak_bytes is None:
         return "not simulated: the plan has many units"
     excess = without_peak_bytes - plan.budget_bytes
@@ -153,7 +156,7 @@ def _why(plan: Plan, without_peak_bytes: int | None) -> str:
     return "the budget holds without it: the solver's gap or a tie"
 
 
-def offers(plan: Plan, profile: TracedStep) -> tuple[Offer, ...]:
+def offers(plan: PlanData, profile: TracedStep) -> tuple[Offer, ...]:
     """What more memory saves, by planning: a GiB, and shares up to the plain peak."""
     missing = profile.baseline_peak_bytes - plan.budget_bytes
     if missing <= 0:
@@ -175,7 +178,28 @@ def offers(plan: Plan, profile: TracedStep) -> tuple[Offer, ...]:
     return tuple(all_offers)
 
 
-def offload_ms(plan: Plan, profile: TracedStep) -> float | None:
+def swept(profile: TracedStep, n: int) -> tuple[Row, ...]:
+    """Figures of so many budgets from the least feasible one to the baseline."""
+    least_bytes, most_bytes = least_budget(profile), profile.baseline_peak_bytes
+    how: dict[str, Any] = {"start": sac.Start(), "relative_gap": SWEEP_GAP}
+    rows = []
+    for budget_bytes in evenly(least_bytes, most_bytes, n):
+        chosen, bound_ms = choose_fastest(profile, budget_bytes, **how)
+        times = times_of(profile, chosen, bound_ms)
+        rows.append(
+            Row(
+                status="planned",
+                budget_bytes=budget_bytes,
+                recompute_ms=times.added_ms,
+                bound_ms=times.bound_ms,
+                floor_bytes=least_bytes,
+                baseline_peak_bytes=most_bytes,
+            )
+        )
+    return tuple(monotone(rows))
+
+
+def offload_ms(plan: PlanData, profile: TracedStep) -> float | None:
     """Recompute time of the plan for the same budget that may offload as well.
 
     None if it may already, or if that is not possible.

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from html import escape
 
-from autosac.pictures.pictures import Grid, Picture
-from autosac.planning import plotting, reporting
-from autosac.planning.budget_sweep import sweep
-from autosac.planning.plans import Plan
+from autosac.pictures.panels import Grid
+from autosac.pictures.pictures import Picture
+from autosac.planning import explaining, plotting, reporting
+from autosac.planning.plan_data import PlanData
 from autosac.planning.reporting import Details, Section
+from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms
+from autosac.results.pictures import picture_of
 
 _NUM_BUDGETS = 12  # of the sweep in the report
 _STYLE = """
@@ -71,7 +73,7 @@ class _Figures:
 
 
 def page(
-    plan: Plan, profile: TracedStep | None = None, *, interactive: bool = False
+    plan: PlanData, profile: TracedStep | None = None, *, interactive: bool = False
 ) -> str:
     """The report as one HTML document: see `Plan.to_html`."""
     traced = profile if profile is not None else plan.traced
@@ -103,11 +105,11 @@ def page(
     )
 
 
-def _model(plan: Plan) -> str:
+def _model(plan: PlanData) -> str:
     return plan.model[0][1]
 
 
-def _subject(plan: Plan, traced: TracedStep | None) -> str:
+def _subject(plan: PlanData, traced: TracedStep | None) -> str:
     """Whose plan it is: model, batch, optimizer, device, today."""
     optimizer = [traced.optimizer] if traced is not None and traced.optimizer else []
     batch = f"batch {plan.signatures[0]}"
@@ -115,7 +117,7 @@ def _subject(plan: Plan, traced: TracedStep | None) -> str:
     return " · ".join([_model(plan), batch, *optimizer, plan.device, today])
 
 
-def _unknown(plan: Plan, draw: _Figures) -> Iterator[str]:
+def _unknown(plan: PlanData, draw: _Figures) -> Iterator[str]:
     """Sections of the report on a plan from a file, without its step."""
     yield f"<p>{escape(reporting.MISSING)}</p>"
     yield from _ratios(plan, draw)
@@ -123,7 +125,7 @@ def _unknown(plan: Plan, draw: _Figures) -> Iterator[str]:
 
 
 def _known(
-    plan: Plan, profile: TracedStep, details: Details, draw: _Figures
+    plan: PlanData, profile: TracedStep, details: Details, draw: _Figures
 ) -> Iterator[str]:
     parts = _table(reporting.composition(plan, details))
     memory = draw(plotting.memory(plan, profile))
@@ -147,16 +149,17 @@ def _known(
     yield _section("What happens to every op", ops)
 
 
-def _swept(plan: Plan, profile: TracedStep, draw: _Figures) -> str:
+def _swept(plan: PlanData, profile: TracedStep, draw: _Figures) -> str:
     """Recompute time against the budget, with this plan in it."""
     if plan.baseline_peak_bytes <= plan.budget_bytes:
         return ""
-    swept = sweep(profile, n=_NUM_BUDGETS, plan_options={"dry_run": False})
+    step = restricted(profile, cap=plan.cap, offload=plan.offloads)
+    rows = explaining.swept(step, _NUM_BUDGETS)
     here = {"this plan": [(plan.budget_bytes, plan.recompute_ms)]}
-    return draw(swept.picture(rivals=here))
+    return draw(picture_of(rows, (), rivals=here))
 
 
-def _ratios(plan: Plan, draw: _Figures) -> Iterator[str]:
+def _ratios(plan: PlanData, draw: _Figures) -> Iterator[str]:
     if plan.policy:
         picture = draw(plotting.ratios(plan))
         yield _section("How much of every module is recomputed", picture)

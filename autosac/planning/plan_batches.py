@@ -27,9 +27,10 @@ from autosac.planning.make_plan import (
     may_offload,
     read_offload,
 )
+from autosac.planning.plan_data import OnMismatch, Replan
 from autosac.planning.plans import Plan
 from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
-from autosac.planning.unseen_batches import OnMismatch, Replan, check_on_mismatch
+from autosac.planning.unseen_batches import check_on_mismatch
 from autosac.profiles.given import calibrated_if_present, profile_of
 from autosac.profiles.profile import Profile, profile
 from autosac.profiles.restricting import restricted

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from autosac.checkpointing import batch_variants, installing
-from autosac.costs.host import host_times, time_notes
-from autosac.devices.allocator_settings import Cap
+from autosac.costs.host import time_notes
 from autosac.errors import ArgumentError
-from autosac.kinds import check_kind, check_profile, file_path, new_file
+from autosac.kinds import check_kind, file_path, new_file
 from autosac.planning import offload_advice, plan_files
-from autosac.planning.spelling import followed
-from autosac.planning.unseen_batches import OnMismatch, Replan, UnseenBatches, largest
-from autosac.profiles.fingerprints import Fingerprint, check_model, frozen_names
+from autosac.planning.plan_data import PlanData
+from autosac.planning.unseen_batches import UnseenBatches, largest
+from autosac.profiles.fingerprints import check_model, frozen_names
 from autosac.profiles.mistakes import check_unplanned, hints, unknown_optimizer
 from autosac.profiles.profile import Profile
 from autosac.profiles.traced_step import TracedStep
-from autosac.quantities import format_bytes, format_ms, share_above
+from autosac.quantities import format_bytes, format_ms
 from autosac.step import arguments
-from autosac.step.batch_signatures import BatchSignature
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
-from autosac.units.policies import OpPolicy
 from autosac.whole_files import write_whole
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ _MUCH_UNSTEADY = 0.1  # of the measured time
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Plan(Summarized):
+class Plan(PlanData, Summarized):
     """Which modules are AC units, and what each of them recomputes.
 
     Attributes:
@@ -112,89 +109,6 @@ class Plan(Summarized):
         frugal: The plan of least memory for the step, for processes that do not know
             `traced`; not part of a plan file.
     """
-
-    policy: dict[str, float]
-    op_policies: tuple[OpPolicy, ...]
-    budget_bytes: int
-    peak_bytes: int
-    baseline_peak_bytes: int
-    recompute_ms: float
-    step_ms: float
-    bound_ms: float
-    composition: dict[str, int]
-    device: str
-    calibrated: bool
-    model: Fingerprint
-    torch_version: str
-    measured_fraction: float
-    reserved_bytes: int | None
-    dry_run: bool
-    signatures: tuple[BatchSignature, ...]
-    cap: Cap = "allocated"
-    num_batches: int = 1
-    opening: tuple[str, ...] = ()
-    on_mismatch: OnMismatch = "recompute"
-    offloaded_bytes: int = 0
-    exposed_ms: float = 0.0
-    far_state_bytes: int = 0
-    finds_gradients: bool = False
-    autocast: str | None = None
-    forward_bytes: int | None = None
-    keeps_graph: bool | None = None
-    calls_again: bool | None = None
-    trains_inputs: bool | None = None
-    backends: dict[str, bool] | None = None
-    offload_dir: str | None = None
-    variants: tuple[Plan, ...] = ()
-    traced: TracedStep | None = field(default=None, compare=False, repr=False)
-    replan: Replan | None = field(default=None, compare=False, repr=False)
-    frugal: Plan | None = field(default=None, compare=False, repr=False)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "traced": None, "replan": None}
-
-    @property
-    def each(self) -> tuple[Plan, ...]:
-        """The plan for every kind of batches."""
-        return self.variants or (self,)
-
-    @property
-    def is_streamed(self) -> bool:
-        """Whether it reruns nothing: the model's saved tensors come back one by one."""
-        return any(one.streamed for one in self.op_policies)
-
-    @property
-    def offloads(self) -> bool:
-        """Whether it moves anything to far memory."""
-        return any(one.offloads for one in self.op_policies)
-
-    @property
-    def host_ms(self) -> float | None:
-        """Time in which the host issues the ops of an eager step, beside `step_ms`.
-
-        The longer one decides. 0.0 if the host is the device, None if the plan comes
-        from a file.
-        """
-        if self.traced is None:
-            return None
-        tape, device = self.traced.tape, self.traced.device
-        return host_times(tape, device, followed(self.op_policies)).step_ms
-
-    def of(self, signature: BatchSignature) -> tuple[Plan, ...]:
-        """The plans that batches of a signature follow, or that of the highest peak."""
-        matching = tuple(plan for plan in self.each if signature in plan.signatures)
-        return matching or self.each[:1]
-
-    def _shown(self, profile: TracedStep | None) -> Plan:
-        if profile is None:
-            return self.each[0]
-        check_profile(profile, TracedStep)
-        return self.of(profile.signature)[0]
-
-    @property
-    def optimality_gap(self) -> float:
-        """``(recompute_ms - bound_ms) / recompute_ms``, 0.0 without recomputation."""
-        return share_above(self.recompute_ms, self.bound_ms)
 
     def apply(self, model: torch.nn.Module) -> torch.nn.Module:
         """Make the model train under the budget, in place.
@@ -306,7 +220,7 @@ class Plan(Summarized):
         """
         from autosac.planning.reporting import report
 
-        return report(self._shown(profile), profile)
+        return report(self.shown(profile), profile)
 
     def to_html(
         self,
@@ -330,7 +244,7 @@ class Plan(Summarized):
         from autosac.planning.html_report import page  # like `report`
 
         named = new_file(path)
-        text = page(self._shown(profile), profile, interactive=interactive)
+        text = page(self.shown(profile), profile, interactive=interactive)
         named.write_text(text, encoding="utf-8")
 
     def export(self, target: str, profile: Profile) -> Export:
@@ -475,24 +389,6 @@ class Plan(Summarized):
             f" {format_bytes(self.peak_bytes)}, {format_ms(self.step_ms)} a step,"
             f" {format_ms(self.recompute_ms)} of it recomputation"
         )
-
-    def notes(self) -> dict[str, str]:
-        """Which chain or nest an AC unit belongs to, if it does."""
-        chains: dict[str, list[str]] = {}
-        for one in self.op_policies:
-            if one.chain:
-                chains.setdefault(one.chain, []).append(one.fqn)
-        return {
-            one.fqn: f"part of {one.around}"
-            if one.around
-            else f"input made again from {chains[one.chain][0]}"
-            for one in self.op_policies
-            if one.around or one.position
-        } | {
-            one.fqn: f"arguments {'and results ' if one.far_ops else ''}offloaded"
-            for one in self.op_policies
-            if one.far
-        }
 
 
 def _release(version: str) -> str:

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from autosac.kinds import check_kind, check_profile
-from autosac.pictures.pictures import Grid, Layer, Line, Note, Panel, Picture
+from autosac.pictures.panels import Grid, Layer, Line, Note, Panel
+from autosac.pictures.pictures import Picture
 from autosac.planning.checking import chosen
-from autosac.planning.plans import Plan
+from autosac.planning.plan_data import PlanData
 from autosac.profiles.memory_history import History, history
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import byte_unit, format_bytes, format_ms, whole_number
@@ -35,7 +36,7 @@ _SEEN_FRACTION = 0.004  # of the height of a panel: thinner layers are in no leg
 _NAMED_FRACTION = 0.08  # of a step: a shorter phase has no room for its name
 
 
-def memory(plan: Plan, profile: TracedStep | None = None) -> Picture:
+def memory(plan: PlanData, profile: TracedStep | None = None) -> Picture:
     """Memory over a step by category, without the plan and with it.
 
     Args:
@@ -73,7 +74,7 @@ def memory(plan: Plan, profile: TracedStep | None = None) -> Picture:
 
 
 def trade_offs(
-    plan: Plan,
+    plan: PlanData,
     profile: TracedStep | None = None,
     *,
     segments: int | None = None,
@@ -133,7 +134,7 @@ def trade_offs(
     )
 
 
-def ratios(plan: Plan) -> Picture:
+def ratios(plan: PlanData) -> Picture:
     """What share of its activation memory every AC unit recomputes, layer by layer.
 
     Rows are kinds of modules, columns their places among equal ones. A dot is a module
@@ -142,7 +143,7 @@ def ratios(plan: Plan) -> Picture:
     Raises:
         ValueError: The plan recomputes nothing.
     """
-    check_kind(plan, Plan, name="plan", wanted="what `autosac.plan` returns")
+    check_kind(plan, PlanData, name="plan", wanted="what `autosac.plan` returns")
     if not plan.policy:
         raise ValueError("The plan recomputes nothing: there is nothing to draw.")
     places = [_place_in_layers(fqn) for fqn in plan.policy]
@@ -165,9 +166,9 @@ def ratios(plan: Plan) -> Picture:
     return Picture(title="Recomputed share of every module", panels=(grid,))
 
 
-def step_of(plan: Plan, profile: TracedStep | None) -> TracedStep:
+def step_of(plan: PlanData, profile: TracedStep | None) -> TracedStep:
     """The step of a plan: the one that was passed, or that it was made for."""
-    check_kind(plan, Plan, name="plan", wanted="what `autosac.plan` returns")
+    check_kind(plan, PlanData, name="plan", wanted="what `autosac.plan` returns")
     if profile is not None:
         check_profile(profile, TracedStep)
     traced = profile if profile is not None else plan.traced

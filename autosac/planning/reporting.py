@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from autosac.planning import explaining
 from autosac.planning.checking import chosen as chosen_by_plan
-from autosac.planning.make_plan import price_ms_per_byte
-from autosac.planning.plans import Plan
+from autosac.planning.choices import price_ms_per_byte
+from autosac.planning.plan_data import PlanData
 from autosac.profiles.memory_history import Place, peak_place
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
@@ -75,7 +75,7 @@ class Report:
         details: None if the step is not there.
     """
 
-    plan: Plan
+    plan: PlanData
     details: Details | None
 
     def __rich_console__(
@@ -102,7 +102,7 @@ class Report:
         return written.getvalue()
 
 
-def report(plan: Plan, profile: TracedStep | None = None) -> Report:
+def report(plan: PlanData, profile: TracedStep | None = None) -> Report:
     """Explain a plan: see `Plan.report`."""
     traced = plan.traced
     if profile is not None:
@@ -110,7 +110,7 @@ def report(plan: Plan, profile: TracedStep | None = None) -> Report:
     return Report(plan=plan, details=None if traced is None else _details(plan, traced))
 
 
-def _details(plan: Plan, profile: TracedStep) -> Details:
+def _details(plan: PlanData, profile: TracedStep) -> Details:
     chosen = chosen_by_plan(plan, profile)
     return Details(
         before=peak_place(profile, {}),
@@ -166,7 +166,7 @@ def price_lines(details: Details) -> list[str]:
 # --- tables, for a terminal and for HTML ----------------------------------------------
 
 
-def summary(plan: Plan, details: Details | None) -> Section:
+def summary(plan: PlanData, details: Details | None) -> Section:
     """What a plan promises, in words."""
     after = f" in {details.after}" if details else ""
     before = f" in {details.before}" if details else ""
@@ -191,7 +191,7 @@ def summary(plan: Plan, details: Details | None) -> Section:
     return Section("Plan", ("", ""), [(k, v) for k, v in rows.items() if v is not None])
 
 
-def composition(plan: Plan, details: Details) -> Section:
+def composition(plan: PlanData, details: Details) -> Section:
     """Bytes at the peak per category, without the plan and with it."""
     before, after = details.baseline, plan.composition
     pairs = {name: (before.get(name, 0), after.get(name, 0)) for name in before | after}
@@ -224,7 +224,7 @@ def units(details: Details) -> Section:
     )  # fmt: skip
 
 
-def policy(plan: Plan) -> Section:
+def policy(plan: PlanData) -> Section:
     """The ratio of each AC unit: all that a plan file knows."""
     notes = plan.notes()
     rows = [(fqn, f"{r:.1%}", notes.get(fqn, "")) for fqn, r in plan.policy.items()]

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, TypeVar
 
 import torch
 
 from autosac.checkpointing.batch_variants import Variants
 from autosac.errors import ArgumentError, PlanMismatchError
 from autosac.planning.larger_batches import LASTING, grown_peak, most_frugal_choice
+from autosac.planning.plan_data import OnMismatch, PlanData, Replan
 from autosac.planning.spelling import spell_out
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes
@@ -22,11 +23,7 @@ from autosac.step.arguments import warn
 from autosac.step.batch_signatures import BatchSignature
 from autosac.units.matching import chosen_by
 
-if TYPE_CHECKING:  # plans apply themselves with this
-    from autosac.planning.plans import Plan
-
-OnMismatch = Literal["recompute", "replan", "raise"]
-Replan = Callable[[torch.nn.Module, tuple[Any, ...], dict[str, Any]], "Plan"]
+_Plan = TypeVar("_Plan", bound=PlanData)
 ON_MISMATCH = ("recompute", "replan", "raise")
 _MUCH = 8.0  # times what was traced: a larger batch, as long as none is known
 
@@ -71,7 +68,7 @@ class UnseenBatches:
         signature: BatchSignature,
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
         variants: Variants,
-    ) -> int | list[Plan]:
+    ) -> int | list[PlanData]:
         """Treat an unseen batch: see `autosac.checkpointing.batch_variants.Unseen`.
 
         Raises:
@@ -105,7 +102,7 @@ class UnseenBatches:
 
     def _recomputed(
         self, can_add: bool, signature: BatchSignature, variants: Variants
-    ) -> int | list[Plan]:
+    ) -> int | list[PlanData]:
         """Plans for a batch that is larger than all others.
 
         The plan of the largest of these if the budget is ample: nothing of a step grows
@@ -169,14 +166,14 @@ class UnseenBatches:
         )
 
 
-def largest(plans: Sequence[Plan]) -> tuple[Plan, ...]:
+def largest(plans: Sequence[_Plan]) -> tuple[_Plan, ...]:
     """The plans for the largest batch, one for each branch, highest peak first."""
     by_peak = sorted(plans, key=lambda plan: -plan.peak_bytes)
     most = max(by_peak, key=lambda plan: plan.signatures[0].num_elements)
     return tuple(p for p in by_peak if p.signatures[0] == most.signatures[0])
 
 
-def most_frugal(plan: Plan) -> Plan:
+def most_frugal(plan: PlanData) -> PlanData:
     """The plan of least memory for larger steps; itself, if nothing else is known."""
     if plan.frugal is not None:
         return plan.frugal
@@ -197,11 +194,11 @@ def most_frugal(plan: Plan) -> Plan:
     )
 
 
-def _choice_of(plan: Plan, traced: TracedStep) -> Choice:
+def _choice_of(plan: PlanData, traced: TracedStep) -> Choice:
     return chosen_by(traced.tape, traced.choosable, plan.op_policies)
 
 
-def _planned(plans: Sequence[Plan]) -> str:
+def _planned(plans: Sequence[PlanData]) -> str:
     texts = list(dict.fromkeys(str(p.signatures[0]) for p in plans if p.num_batches))
     rest = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + rest
@@ -213,7 +210,7 @@ def _fix(signature: BatchSignature) -> str:
     return "Plan with it among `inputs`"
 
 
-def _power(plans: Sequence[Plan], signature: BatchSignature) -> float:
+def _power(plans: Sequence[PlanData], signature: BatchSignature) -> float:
     """Power of a batch's elements by which memory that does not last grows; at least 1.
 
     That by which the peaks of the two largest plain steps differ.
@@ -231,11 +228,11 @@ def _power(plans: Sequence[Plan], signature: BatchSignature) -> float:
     return max(1.0, math.log(upper / lower) / math.log(more / less))
 
 
-def _lasting(plan: Plan) -> int:
+def _lasting(plan: PlanData) -> int:
     return sum(plan.composition.get(category, 0) for category in LASTING)
 
 
-def _likely_peak(plan: Plan, signature: BatchSignature, power: float) -> int | None:
+def _likely_peak(plan: PlanData, signature: BatchSignature, power: float) -> int | None:
     """Peak of a larger batch under a plan, untraced; None if more than sizes differ."""
     planned = plan.signatures[0]
     if not planned.is_like(signature) or not planned.num_elements:

@@ -8,7 +8,8 @@ from typing import Any
 
 from autosac.errors import ArgumentError
 from autosac.optional import needed
-from autosac.pictures.pictures import Line, Panel, Picture
+from autosac.pictures.panels import Line, Panel
+from autosac.pictures.pictures import Picture
 from autosac.quantities import byte_unit
 from autosac.solvers.curves.curve import FittedCurve, TradeoffCurve
 from autosac.statistics.by_module import ModuleStatistics, Statistics

@@ -4,23 +4,45 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 from autosac.simulation.simulator import Simulator
 from autosac.solving.choosing import Chooser
 from autosac.solving.curve_points import formulate_in_usual_blocks
+from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, most_rules
+from autosac.solving.moved_blocks import MovedBlocks
+from autosac.solving.rules_of_thumb import Rules
+from autosac.step.tape import Tape
 from autosac.tracing.collecting import no_collections
-
-if TYPE_CHECKING:  # steps have their choosers
-    from autosac.profiles.traced_step import TracedStep
 
 Kind = Literal["chooser", "roomy_chooser"]  # of a step
 
 
-def chooser_of(step: TracedStep, simulator: Simulator, kind: Kind) -> Chooser:
+class Step(Protocol):
+    """What choosers ask of their step: see `TracedStep`."""
+
+    @property
+    def tape(self) -> Tape: ...
+    @property
+    def plain(self) -> Step | None: ...
+    @property
+    def host_bytes(self) -> int | None: ...
+    @property
+    def simulator(self) -> Simulator: ...
+    @property
+    def rules(self) -> Rules: ...
+    @property
+    def formulation(self) -> Formulation: ...
+    @property
+    def moved_blocks(self) -> MovedBlocks: ...
+    @property
+    def with_offload(self) -> Mapping[int | None, Step]: ...
+
+
+def chooser_of(step: Step, simulator: Simulator, kind: Kind) -> Chooser:
     """A chooser of a step.
 
     Args:
@@ -46,9 +68,7 @@ def chooser_of(step: TracedStep, simulator: Simulator, kind: Kind) -> Chooser:
         return Chooser(simulator, step.formulation, incumbents, usual=usual)
 
 
-def _with_less_far_memory(
-    ref: weakref.ref[TracedStep], kind: Kind
-) -> Iterator[Chooser]:
+def _with_less_far_memory(ref: weakref.ref[Step], kind: Kind) -> Iterator[Chooser]:
     """Choosers of the same step with less far memory that were asked before."""
     step = ref()
     if step is None or step.plain is None:

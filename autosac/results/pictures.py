@@ -5,40 +5,44 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autosac.kinds import check_kind
-from autosac.pictures.pictures import MARKERS, Line, Panel, Picture
+from autosac.pictures.panels import MARKERS, Line, Panel
+from autosac.pictures.pictures import Picture
 from autosac.quantities import byte_unit
-from autosac.results.rows import Row, Sweep
+from autosac.results.rows import Row
 
 Rivals = Mapping[str, Sequence[tuple[int, float]]]
 _MOST_PANELS = 12  # more cannot be read
 
 
-def picture_of(sweep: Sweep, *, rivals: Rivals | None = None) -> Picture:
+def picture_of(
+    all_rows: Sequence[Row], axes: Sequence[str], *, rivals: Rivals | None = None
+) -> Picture:
     """The picture of a sweep: see `Sweep.picture`.
 
     Raises:
         ValueError: No row has a plan.
     """
-    check_kind(sweep, Sweep, name="sweep", wanted="what `autosac.sweep` returns")
     if rivals is not None:
         wanted = "a dict of points by the name of another way to plan"
         check_kind(rivals, Mapping, name="rivals", wanted=wanted)
-    rows = [row for row in sweep.rows if row.status == "planned"]
+    rows = [row for row in all_rows if row.status == "planned"]
     if not rows:
         raise ValueError("No row of the sweep has a plan: there is nothing to draw.")
-    if not sweep.axes:
-        return Picture(title="", panels=(_budget_panel(sweep, rows, rivals or {}),))
-    last = sweep.axes[-1]
+    if not axes:
+        return Picture(title="", panels=(_budget_panel(rows, rivals or {}),))
+    last = axes[-1]
     alone = len({row.budget_bytes for row in rows}) == 1
     if alone and all(type(row.cell[last]) in (int, float) for row in rows):
-        return _along_axis(rows, sweep.axes)
-    return _by_cell(rows, sweep.axes)
+        return _along_axis(rows, axes)
+    return _by_cell(rows, axes)
 
 
-def _budget_panel(sweep: Sweep, rows: Sequence[Row], rivals: Rivals) -> Panel:
+def _budget_panel(rows: Sequence[Row], rivals: Rivals) -> Panel:
     """Recompute time against the budget, with floor, baseline, bound and rivals."""
     rows = sorted(rows, key=lambda row: row.budget_bytes or 0)
-    unit, size = byte_unit(sweep.baseline_peak_bytes)
+    floor_bytes = rows[0].floor_bytes or 0  # of one step, as is the baseline
+    baseline_bytes = rows[0].baseline_peak_bytes or 0
+    unit, size = byte_unit(baseline_bytes)
     x = tuple((row.budget_bytes or 0) / size for row in rows)
     times = tuple(row.recompute_ms or 0.0 for row in rows)
     bounds = tuple(row.bound_ms or 0.0 for row in rows)
@@ -63,8 +67,8 @@ def _budget_panel(sweep: Sweep, rows: Sequence[Row], rivals: Rivals) -> Panel:
         y_label="recomputation per step [ms]",
         lines=tuple(lines),
         verticals=(
-            (sweep.floor_bytes / size, "dotted", "least feasible budget"),
-            (sweep.baseline_peak_bytes / size, "dashdot", "peak without a plan"),
+            (floor_bytes / size, "dotted", "least feasible budget"),
+            (baseline_bytes / size, "dashdot", "peak without a plan"),
         ),
     )
 

@@ -17,7 +17,8 @@ from autosac.errors import ArgumentError
 from autosac.kinds import check_kind
 from autosac.progress import progress_bar
 from autosac.quantities import is_whole, parse_bytes, read_budgets
-from autosac.results.rows import FIGURES, Label, Row, Sweep
+from autosac.results.rows import FIGURES, Label, Row
+from autosac.results.sweeps import Sweep
 from autosac.step.marks import Marks, marks_of
 from autosac.sweeps import cell_facts, files, running
 from autosac.sweeps.cells import Cell, MakeStep, Record, Surroundings

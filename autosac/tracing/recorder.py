@@ -19,7 +19,7 @@ from autosac.devices.specs import DeviceSpec
 from autosac.errors import TraceError
 from autosac.fake_tensors.foreach import run_distinct
 from autosac.fake_tensors.op_facts import VIEW, Costs, Facts, costs
-from autosac.fake_tensors.repeated_calls import RepeatedCalls
+from autosac.fake_tensors.repeated_calls import RepeatedCalls, kept_results
 from autosac.fake_tensors.resizing import RESIZING_IDS, resized
 from autosac.fake_tensors.values import refuse_sparse, run_op
 from autosac.pytrees import tensors_in
@@ -81,8 +81,11 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         self.retraces = False
         self.is_real = mode is None
         self.most_bytes = most_bytes
+        results = kept_results(on_gpu=target is not None)
         self.repeated = (
-            RealCalls() if mode is None else RepeatedCalls(mode, self.learned.calls)
+            RealCalls()
+            if mode is None
+            else RepeatedCalls(mode, self.learned.calls, results)
         )
         self.only_storages = only_storages
         self.target, self.counts_foreign = target, target is not None

@@ -204,6 +204,7 @@ def test_a_gpu_that_is_not_here_is_asked_for(capsys):
     assert "needs a GPU" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_step_moves_to_a_device_with_its_inputs():
     work = build_small("modules/nn.Linear")
 

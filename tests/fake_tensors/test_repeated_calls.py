@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from autosac import _compat_fakes
-from autosac.fake_tensors import real_layouts
-from autosac.fake_tensors.repeated_calls import RepeatedCalls
+from autosac.fake_tensors import real_layouts, repeated_calls
+from autosac.fake_tensors.repeated_calls import RepeatedCalls, Results, kept_results
 from autosac.fake_tensors.values import (
     _BY_LAYOUT,
     _BY_LAYOUT_IN_FLOAT32,
@@ -423,6 +423,58 @@ def test_a_result_that_may_be_either_of_two_arguments_is_not_repeated(mode):
     assert ask(calls, aten.add_.Tensor, tensor, tensor)[0] is None
     assert ask(calls, aten.add_.Tensor, fake(mode, 4), fake(mode, 4))[0] is None
     assert ask(calls, aten.add_.Tensor, fake(mode, 4), fake(mode, 4))[0] is not None
+
+
+@pytest.mark.parametrize(
+    ("func", "rest"),
+    [
+        (aten.sum.dim_IntList, ([0], True)),
+        (aten.t.default, ()),
+        (aten.mul_.Tensor, (2.0,)),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_later_trace_gets_what_the_fake_kernel_gives(func, rest, mode):
+    results = Results()
+    earlier = RepeatedCalls(mode, results=results)
+    assert ask(earlier, func, fake(mode, 4, 8), *rest)[0] is None
+    other = _compat_fakes.FakeTensorMode(allow_non_fake_inputs=True)
+    later, tensor = RepeatedCalls(other, results=results), fake(other, 4, 8)
+
+    call, tensors = ask(later, func, tensor, *rest)
+    repeated = later.repeat(call, func, (tensor, *rest), {}, tensors)
+    with other:
+        expected = func(tensor, *rest)
+
+    assert call.facts is None  # costs may be others
+    assert layout(repeated) == layout(expected)
+    assert (repeated is tensor) == (expected is tensor)
+    own = tensor.untyped_storage()._cdata
+    shares = [x.untyped_storage()._cdata == own for x in (repeated, expected)]
+    assert shares[0] == shares[1]
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
+def test_no_result_of_other_settings_or_of_real_tensors_is_kept(mode):
+    known = kept_results(on_gpu=False)
+    assert kept_results(on_gpu=False) is known
+    assert kept_results(on_gpu=True) is not known
+    with torch.backends.mkldnn.flags(enabled=not torch.backends.mkldnn.enabled):
+        assert kept_results(on_gpu=False) is not known
+    results = Results()
+    ask(RepeatedCalls(mode, results=results), aten.add.Tensor, torch.ones(2), 1)
+    ask(RepeatedCalls(mode, results=results), aten.ones.default, [2])
+    assert not results.of_calls
+
+
+def test_what_is_kept_for_later_traces_is_bounded(mode, monkeypatch):
+    monkeypatch.setattr(repeated_calls, "_MOST_KEPT", 2)
+    results = Results()
+    calls = RepeatedCalls(mode, results=results)
+    for size, num_kept in ((2, 1), (3, 2), (4, 1)):
+        ask(calls, aten.sum.default, fake(mode, size))
+        ask(calls, aten.cat.default, [fake(mode, size)] * 40)  # whose key is long
+        assert len(results.of_calls) == num_kept
 
 
 @pytest.mark.slow_but_first

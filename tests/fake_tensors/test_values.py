@@ -17,7 +17,7 @@ from autosac import OptimizerInBackward, _compat, floor, plan, verify
 from autosac.checkpointing import installing
 from autosac.errors import ArgumentError, TraceError
 from autosac.fake_tensors import real_layouts
-from autosac.planning.make_plan import spell_out
+from autosac.planning.spelling import spell_out
 from autosac.profiles.profile import profile
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.solve_options import SolveOptions

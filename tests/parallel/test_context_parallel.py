@@ -208,6 +208,7 @@ MISUSED = (
 )
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(("options", "error", "why"), MISUSED)
 def test_what_a_mesh_cannot_be_is_refused(options, error, why):
     with pytest.raises(error, match=why):

@@ -62,6 +62,7 @@ def test_a_loss_of_rows_takes_less_too():
     assert plan(by_rows).peak_bytes < plan(by_rows, loss_parallel=False).peak_bytes
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("options", "error", "why"),
     [

@@ -390,6 +390,7 @@ def test_ranks_share_the_products_of_experts_evenly(profile, kind):
     assert 2 * _products(rank) == _products(profile)
 
 
+@pytest.mark.slow
 def test_numbers_of_experts_that_a_degree_does_not_divide_are_listed():
     profile = autosac.profile(mixtral(num_local_experts=3), labelled())
     plan = cpu_plan(profile, tp_plan=None)
@@ -417,6 +418,7 @@ def test_experts_whose_rows_values_count_are_not_shared():
         cpu_plan(profile)
 
 
+@pytest.mark.slow
 def test_widths_that_products_of_groups_do_not_take_are_refused():
     # Rows of 6 numbers of four bytes; one process has 12.
     profile = autosac.profile(mixtral(intermediate_size=12), labelled())

@@ -71,6 +71,7 @@ MLP = {"h.*.mlp.0": "colwise", "h.*.mlp.2": "rowwise"}
 FACTOR = {"factor": nn.Parameter(torch.ones(WIDTH))}
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("options", "tp_plan", "mesh", "fqn"),
     [

@@ -308,6 +308,7 @@ def test_a_plan_is_for_its_model_its_mesh_and_once(traced, lowest_bytes):
             assert parameter.to_local().shape == shards[name].to_local().shape
 
 
+@pytest.mark.slow
 def test_what_is_replaced_or_compiled_on_a_rank_is_said(traced, lowest_bytes):
     cap = int(1.2 * lowest_bytes)
     plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)

@@ -122,6 +122,7 @@ REFUSED = (
 )
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(("make", "make_inputs", "degree", "why"), REFUSED)
 def test_steps_that_cannot_be_done_in_parts_are_refused(make, make_inputs, degree, why):
     inputs = make_inputs()

@@ -35,7 +35,7 @@ from tests.pipelines.stages import (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "traced_once"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
 ]
 
@@ -158,7 +158,6 @@ def test_a_rank_gets_its_slices_of_its_own_blocks(by_sequence, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("traced_in_test")
 def test_division_saves_memory():
     lowest_bytes = least_peak(tp_plan="tensor")
     assert lowest_bytes < least_peak(mesh=None)
@@ -192,6 +191,7 @@ MIXED = {"blocks.*": "sequence_to_whole"}
 DISTRIBUTED = {"model": Activated(), "tp_plan": {"activation": "whole_input"}}
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

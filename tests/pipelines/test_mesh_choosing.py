@@ -172,6 +172,7 @@ def test_ways_to_divide_that_the_optimizer_cannot_step_on_are_left_out_and_said(
     assert own.tensor.cuts_sequences
 
 
+@pytest.mark.slow
 def test_no_number_of_gpus_is_enough_only_where_no_plan_fits():
     rows = torch.zeros(1, 16, dtype=torch.int64)
     with pytest.raises(TraceError, match="foreach=False"):

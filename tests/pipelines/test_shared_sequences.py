@@ -27,7 +27,7 @@ from benchmarks.stage_ranks import can_count
 from tests.pipelines.test_divided_stages import CLUSTER
 
 pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "traced_once"),
     pytest.mark.filterwarnings("ignore:TF32 acceleration"),  # oneDNN is switched off
 ]
 
@@ -211,6 +211,7 @@ def _with(block, name="embedding"):
 CONTEXT = {"tp_plan": "tensor", "mesh": {"cp": 2, "tp": 2}}
 
 
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -248,7 +249,6 @@ def test_a_process_that_is_a_rank_plans_no_parts():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("traced_in_test")
 def test_parts_save_memory_and_cost_collectives(of_parts):
     with pytest.raises(InfeasibleBudgetError, match="x cp=2 ranks") as caught:
         plan(1000)
@@ -271,7 +271,6 @@ def test_the_cheapest_batch_wins_and_the_plan_says_what_lost():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("traced_in_test")
 def test_no_mesh_with_parts_that_is_given_is_faster_than_the_one_that_is_chosen():
     options = {"num_ranks": None, "num_micro_batches": None, "global_batch": 8}
     open_ = {"pp": None, "fsdp": None, "cp": None}
@@ -317,7 +316,6 @@ def _step_ms(*args):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("traced_in_test")
 def test_more_memory_or_gpus_is_never_slower():
     with pytest.raises(InfeasibleBudgetError) as caught:
         on_gpus(1000)
@@ -329,7 +327,6 @@ def test_more_memory_or_gpus_is_never_slower():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("traced_in_test")
 def test_no_micro_batch_takes_less_than_its_bound(monkeypatch):
     row_ms, shares = MeshSearch._own_row_ms, []
 

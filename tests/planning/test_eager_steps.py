@@ -9,8 +9,8 @@ from torch import nn
 
 import autosac
 from autosac.costs.host import measured_host_op_ms
+from autosac.planning.choices import choose
 from autosac.planning.eager_steps import times_of
-from autosac.planning.make_plan import choose
 from autosac.units.policies import RERUN
 from benchmarks.models import language
 

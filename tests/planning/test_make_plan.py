@@ -4,7 +4,7 @@ from torch import nn
 
 import autosac
 from autosac.checkpointing import installing
-from autosac.planning import dry_running, make_plan
+from autosac.planning import choices, dry_running
 from autosac.tracing.trace import dry_run
 from autosac.units.curves import trade_off
 from tests.models import (
@@ -279,7 +279,7 @@ def dry_runs(monkeypatch):
 
 
 def _plans(traced, num_plans, **options):
-    lowest = traced.peak_bytes(make_plan.lowest(traced))
+    lowest = traced.peak_bytes(choices.lowest(traced))
     highest = traced.baseline_peak_bytes
     steps = range(num_plans)
     sizes = [lowest + step * (highest - lowest) // num_plans for step in steps]
@@ -350,7 +350,7 @@ def test_units_whose_dry_run_disagrees_are_left_out_and_nothing_is_confirmed(
     monkeypatch,
 ):
     traced = profile_of("mlp")
-    lowest = make_plan.lowest(traced)
+    lowest = choices.lowest(traced)
     unplanned = dry_run(traced.step, lambda model: None)
     monkeypatch.setattr(dry_running, "dry_run", lambda *_, **__: unplanned)
 
@@ -368,7 +368,7 @@ def test_what_the_floor_takes_is_planned_though_other_policies_are_left_out(
     monkeypatch,
 ):
     traced, difference = profile_of("mlp"), dry_running.difference_in_dry_run
-    lowest = make_plan.lowest(traced)
+    lowest = choices.lowest(traced)
     floor = autosac.floor(traced)
 
     def of_others(profile, chosen):
@@ -376,7 +376,7 @@ def test_what_the_floor_takes_is_planned_though_other_policies_are_left_out(
 
     monkeypatch.setattr(dry_running, "difference_in_dry_run", of_others)
     other = dict([*lowest.items()][:1])
-    monkeypatch.setattr(make_plan, "choose", _first_this(other, make_plan.choose))
+    monkeypatch.setattr(choices, "choose", _first_this(other, choices.choose))
     with pytest.warns(UserWarning, match="It is left out"):
         own = autosac.plan(traced, memory_budget=floor)
 

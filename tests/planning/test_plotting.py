@@ -8,14 +8,8 @@ from torch import nn
 
 import autosac
 from autosac import plotting
-from autosac.pictures.pictures import (
-    Grid,
-    Layer,
-    Line,
-    Note,
-    Panel,
-    Picture,
-)
+from autosac.pictures.panels import Grid, Layer, Line, Note, Panel
+from autosac.pictures.pictures import Picture
 from autosac.planning import plotting as plan_pictures
 from autosac.planning.checking import chosen
 from autosac.profiles.memory_history import history
@@ -70,7 +64,7 @@ def test_what_is_in_a_picture_can_be_told_apart_in_grey(pictures):
 
 def test_neighbouring_layers_differ_in_hatch_or_in_lightness():
     from autosac.pictures.matplotlib_figure import _HATCHES
-    from autosac.pictures.pictures import FILLS
+    from autosac.pictures.panels import FILLS
 
     assert len(FILLS) == len(_HATCHES) == len(CATEGORIES)
     greys = [

@@ -242,6 +242,7 @@ def test_the_page_is_one_file_with_pictures_and_tables(plan, page):
     assert len(text) < 10**6
 
 
+@pytest.mark.slow
 def test_ids_of_pictures_do_not_clash(page):
     text = page.read_text(encoding="utf-8")
 

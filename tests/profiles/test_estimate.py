@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.planning.make_plan import lowest
+from autosac.planning.choices import lowest
 from autosac.profiles import memory_history
 from autosac.step.tape import CATEGORIES
 from autosac.units import curves

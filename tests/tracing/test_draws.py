@@ -53,6 +53,7 @@ def test_a_step_that_drops_no_layer_is_planned_though_hardly_any_does(name):
     assert num_layers_run(DropsLayers(DRAWS[name])) == NUM_LAYERS
 
 
+@pytest.mark.slow
 def test_a_loop_until_a_low_number_is_drawn_is_planned_as_ordinary_draws_have_it():
     assert 0 < num_layers_run(Loops(random.random)) < 20
 
