@@ -22,6 +22,7 @@ _FLOOR_ROUNDS = 4  # of looking for a lower peak where the MILP is off
 _FLOOR_MENDS = 8  # of making it a little lower
 _LITTLE = 0.04  # of a time that a lower peak is worth
 _DEARER_DESCENTS = 3  # of a choice that is to be as low as one that takes longer
+_FLOOR_EFFORT = 8  # for what is searched once for all budgets
 _FEW_MENDS = 4  # of a second search
 _OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one,
 _OWN_WORK = MOST_WORK // 4  # and the work of all of them
@@ -309,13 +310,15 @@ class Chooser(StepModel):
             return None
         choice: Choice = self.decode(solution)
         least_ms, more = recompute_ms(choice), _LITTLE
-        choice = self.lower_peak(choice, least_ms * (1.0 + more))
+        most_ms = least_ms * (1.0 + more)
+        choice = self.lower_peak(choice, most_ms, effort=_FLOOR_EFFORT)
         for _ in range(_DEARER_DESCENTS):
             more *= 3
             is_low = self.true_peak_bytes(choice) <= best_bytes
-            if is_low or least_ms * (1.0 + more) >= best_ms:
+            most_ms = least_ms * (1.0 + more)
+            if is_low or most_ms >= best_ms:
                 break
-            choice = self.lower_peak(choice, least_ms * (1.0 + more), best_bytes)
+            choice = self.lower_peak(choice, most_ms, best_bytes, _FLOOR_EFFORT)
         return choice
 
     def _mended(self, choice: Choice) -> Choice:

@@ -25,7 +25,7 @@ _MOST_BLOCKS = 1_000_000  # of an allocator in all replays: some seconds
 _MOST_REPLAYS = 500
 _MOST_IN_VAIN = 40  # replays in a row that find nothing lower,
 _MOST_AIMED_IN_VAIN = 96  # or nothing low enough;
-_KNOWN = 4  # choices to each of these, as most are known where there are few
+_KNOWN = 4  # choices to each of them, as most are known where there are few
 _MOST_PIECES = 8_000_000  # of memory in all simulations
 _MOST_BESIDE = 600  # choices beside one
 _MOST_LEVEL = 24  # of these replayed before it goes on from one of them
@@ -38,6 +38,7 @@ def lower_peak(
     choice: Choice,
     most_ms: float,
     enough_bytes: int = 0,
+    effort: int = 1,
 ) -> Choice:
     """A choice near one whose true peak is lower, or itself; the same every time.
 
@@ -47,6 +48,7 @@ def lower_peak(
         choice: Where to begin.
         most_ms: What it may take in all.
         enough_bytes: A true peak at which the search ends.
+        effort: How many times as many replays as usual may find nothing.
     """
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
     if not choice.keys() <= curve_of.keys():
@@ -54,13 +56,16 @@ def lower_peak(
     draws = random.Random(0)
     best = now = choice
     best_bytes = now_bytes = simulator.true_peak_bytes(choice)
-    replays = min(_MOST_REPLAYS, _MOST_BLOCKS // simulator.num_blocks)
+    most_replays = effort * _MOST_REPLAYS
+    replays = min(most_replays, _MOST_BLOCKS // simulator.num_blocks)
     looks = _MOST_PIECES // simulator.num_storages
     last = replays  # how many were left when the best was found,
     in_vain = 0  # and the choices of low enough a simulated peak since then
-    most_in_vain = _MOST_AIMED_IN_VAIN if enough_bytes else _MOST_IN_VAIN
+    usual = _MOST_AIMED_IN_VAIN if enough_bytes else _MOST_IN_VAIN
+    most_in_vain = effort * usual
+    most_choices = most_in_vain + (_KNOWN - 1) * usual
     while replays > max(0, last - most_in_vain) and looks > 0:
-        if best_bytes <= enough_bytes or in_vain > _KNOWN * most_in_vain:
+        if best_bytes <= enough_bytes or in_vain > most_choices:
             break
         moves = list(_moves(curve_of, now, most_ms))
         draws.shuffle(moves)

@@ -101,14 +101,14 @@ class StepModel(ABC):
         return lowered(self._simulator, self._formulation, choice)
 
     def lower_peak(
-        self, choice: Choice, most_ms: float, enough_bytes: int = 0
+        self, choice: Choice, most_ms: float, enough_bytes: int = 0, effort: int = 1
     ) -> Choice:
         """A choice near one whose true peak is lower, or itself.
 
-        The search ends at a true peak that is low enough.
+        The search ends at a true peak that is low enough, or after so much effort.
         """
         return lower_peak(
-            self._simulator, self._formulation, choice, most_ms, enough_bytes
+            self._simulator, self._formulation, choice, most_ms, enough_bytes, effort
         )
 
     def relink(self, fitting: Choice, cheaper: Choice, budget_bytes: int) -> Choice:
