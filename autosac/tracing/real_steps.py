@@ -209,8 +209,9 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
         if follower.running:
             place = f"{follower.running} of {place}"
         raise TraceError(
-            f"{explanation(error, place)} Its trace does not fail: that looks at no"
-            " data, and takes some types and devices that the real op refuses."
+            f"{explanation(error, place, step.compute_dtype)} Its trace does not fail:"
+            " that looks at no data, and takes some types and devices that the real op"
+            " refuses."
         ) from error
     return follower.departure
 
