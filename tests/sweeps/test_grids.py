@@ -303,6 +303,7 @@ def test_closures_defaults_and_arguments_count():
     partial = functools.partial(functools.partial, max)
     for make in (closing, defaulting, calling_itself, partial):
         assert text_of(make(1)) == text_of(make(1)) != text_of(make(2))
+
     def reads(is_there):
         if is_there:
             later = 1
