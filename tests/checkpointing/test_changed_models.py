@@ -153,17 +153,20 @@ def test_copies_and_what_forward_makes_are_not_said():
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
 def test_what_fsdp_gathers_in_another_type_is_not_said():
     x = torch.randn(64, WIDTH)
-    plan = autosac.plan_parallel(
-        Blocks(),
-        x,
-        loss_fn=lambda y: y.float().square().sum(),
-        cluster=replace(cluster_spec("pcie-l40s"), device=device_spec("cpu")),
-        num_gpus=2,
-        fsdp_units=[Residual],  # and `head` in that of the model
-        memory_budget="1030KiB",
-        param_dtype="bfloat16",
-        reduce_dtype="float32",
+    profile = autosac.profile(
+        Blocks(), x, loss_fn=lambda y: y.float().square().sum(), device="cpu"
     )
+    how = {
+        "cluster": replace(cluster_spec("pcie-l40s"), device=device_spec("cpu")),
+        "num_gpus": 2,
+        "fsdp_units": [Residual],  # and `head` in that of the model
+        "param_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+    }
+    with pytest.raises(autosac.InfeasibleBudgetError) as error:
+        autosac.plan_parallel(profile, memory_budget=1, **how)
+    least_bytes = error.value.lowest_peak_bytes
+    plan = autosac.plan_parallel(profile, memory_budget=least_bytes, **how)
     assert plan.policy
     model = Blocks()
     with fake_group(2):
