@@ -64,6 +64,28 @@ def is_fsdp_unit(module: torch.nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def sharded_types(model: torch.nn.Module) -> dict[tuple[int, str], torch.dtype]:
+    """Types of the parameters that FSDP2 shards, which it may gather in another one.
+
+    Returns:
+        Module that has the parameter, by its ``id``, and name in it -> type of shards.
+    """
+    types: dict[tuple[int, str], torch.dtype] = {}
+    for module in filter(is_fsdp_unit, model.modules()):
+        unit: Any = module
+        state = unit._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_group", None)  # before torch 2.14
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+            for parameter in group.fsdp_params:
+                at = parameter._module_info
+                modules = [at.module, *at.shared_modules]
+                names = [at.param_name, *at.shared_param_names]
+                dtype = parameter.sharded_param.dtype
+                for owner, name in zip(modules, names, strict=True):
+                    types[id(owner), name] = dtype
+    return types
+
+
 def clones_outputs(replica: DistributedDataParallel) -> bool:
     """Whether ``forward`` returns copies of what the model returns (`_DDPSink`)."""
     looks = replica.find_unused_parameters or replica.static_graph

@@ -7,7 +7,7 @@ before, is of the step that was planned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter, is_not
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autosac import _compat_compiler
+from autosac._compat_distributed import sharded_types
 from autosac.step.arguments import warn
 
 _MOST_RENEWED = 16  # steps in a row in which forward may change nothing
@@ -118,22 +119,27 @@ class Outline:
 
 
 def _parts(model: torch.nn.Module) -> _Parts:
+    types = sharded_types(model)
     return {
         fqn: (
             module,
             type(module),
-            frozenset(_tensors(module)),
+            frozenset(_tensors(module, types)),
             frozenset(_hooks(module)),
         )
         for fqn, module in model.named_modules()
     }
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+def _tensors(
+    module: torch.nn.Module, types: Mapping[tuple[int, str], torch.dtype]
+) -> Iterator[tuple[str, torch.Size, torch.dtype]]:
+    """Those of a module; what FSDP2 has gathered is in the type of its shards."""
     for own in (module._parameters, module._buffers):
         for name, tensor in own.items():
             if tensor is not None:
-                yield name, tensor.shape, tensor.dtype
+                dtype = types.get((id(module), name), tensor.dtype)
+                yield name, tensor.shape, dtype
 
 
 def _hooks(module: torch.nn.Module) -> Iterator[int]:

@@ -55,12 +55,13 @@ def plan_loop(
                 return plan_parallel(
                     step,
                     cluster=cluster,
-                    memory_budget=cap_bytes - held_bytes,
+                    memory_budget=max(cap_bytes - held_bytes, 1),
                     degrees=degrees,
                     fsdp_units=fsdp_units,
                 )
             except InfeasibleBudgetError as error:
                 count_others(error, held_bytes, memory_budget)
+                error.budget_bytes = cap_bytes
                 raise
 
     plan = planned_once(make, -dist.get_rank(), dist.group.WORLD)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -111,17 +110,22 @@ class UnseenBatches:
         all_plans: list[Any] = variants.plans
         plans = [plan for plan in all_plans if plan.num_batches]
         branches = largest(plans)
-        power = _power(plans, branches[0].signatures[0])
-        most = [_likely_peak(plan, signature, power=2.0) for plan in branches]
+        growth = _growth(branches[0].signatures[0], signature)
+        most = [_likely_peak(plan, signature, growth**2) for plan in branches]
         is_ample = all(m is not None and m <= self.budget_bytes for m in most)
         what = "It follows the plan of the largest"
         if not is_ample and can_add:
             branches = tuple(map(most_frugal, branches))
             if not any(plan.is_streamed for plan in branches):
                 what = "All that saves memory is recomputed"
-        likely = [_likely_peak(plan, signature, power) for plan in branches]
-        peak_bytes = max((peak for peak in likely if peak is not None), default=None)
-        self._say(what, peak_bytes, signature, variants)
+        between = _known_growth(plans, branches[0].signatures[0], growth)
+        least, most = (
+            [_likely_peak(plan, signature, times) for plan in branches]
+            for times in ((between, between) if between else (growth, growth**2))
+        )
+        peak_bytes = max((peak for peak in least if peak is not None), default=None)
+        most_bytes = max((peak for peak in most if peak is not None), default=None)
+        self._say(what, peak_bytes, signature, variants, most_bytes=most_bytes)
         if not can_add or is_ample:
             return int(variants.plans.index(branches[0]))
         return [replace(p, signatures=(signature,), num_batches=0) for p in branches]
@@ -133,13 +137,16 @@ class UnseenBatches:
         signature: BatchSignature,
         variants: Variants,
         *,
+        most_bytes: int | None = None,
         is_planned: bool = False,
     ) -> None:
         """Warn once of a batch that is larger than all that were planned for.
 
         Again only of one whose peak is above the budget and above all that were said.
+        `most_bytes` is what that may come to, if it is not known how it grows.
         """
-        known_bytes = peak_bytes or 0
+        most_bytes = most_bytes or peak_bytes
+        known_bytes = most_bytes or 0
         enough_bytes = max(self.budget_bytes, variants.said_bytes)
         if "larger" in variants.said and known_bytes <= enough_bytes:
             return
@@ -152,11 +159,17 @@ class UnseenBatches:
             is_like = any(one.is_like(signature) for one in planned_for)
             which = "larger than all" if is_like else "unlike all"
         peak = "is not known"
-        if peak_bytes is not None:
+        if peak_bytes is not None and most_bytes is not None:
             about = "" if is_planned else "about "
-            keeps = "within" if peak_bytes <= self.budget_bytes else "above"
+            keeps = "above" if peak_bytes > self.budget_bytes else "perhaps above"
+            if most_bytes <= self.budget_bytes:
+                keeps = "within"
+            if peak_bytes < most_bytes:
+                about += f"{peak_bytes} bytes ({format_bytes(peak_bytes)}) if memory"
+                about += " grows as the batch does, and if as its square, as scores of"
+                about += " attention do, "
             peak = (
-                f"will be {about}{peak_bytes} bytes ({format_bytes(peak_bytes)}),"
+                f"will be {about}{most_bytes} bytes ({format_bytes(most_bytes)}),"
                 f" {keeps} the budget of {self.budget_bytes}"
                 f" ({format_bytes(self.budget_bytes)})"
             )
@@ -210,35 +223,52 @@ def _fix(signature: BatchSignature) -> str:
     return "Plan with it among `inputs`"
 
 
-def _power(plans: Sequence[PlanData], signature: BatchSignature) -> float:
-    """Power of a batch's elements by which memory that does not last grows; at least 1.
+def _growth(planned: BatchSignature, signature: BatchSignature) -> float:
+    """How many times as many elements a batch has as the planned one; at least 1."""
+    return max(signature.num_elements / max(planned.num_elements, 1), 1.0)
 
-    That by which the peaks of the two largest plain steps differ.
+
+def _known_growth(
+    plans: Sequence[PlanData], planned: BatchSignature, growth: float
+) -> float | None:
+    """How many times as large what does not last is in a batch of more elements.
+
+    The plain steps of the two largest batches tell how much of it grows in proportion,
+    and how much with the square; None of one batch alone.
+
+    Args:
+        plans: Those for batches.
+        planned: The largest batch of them.
+        growth: How many times as many elements the new one has.
     """
     changing_bytes = {
         plan.signatures[0].num_elements: plan.baseline_peak_bytes - _lasting(plan)
         for plan in plans
-        if plan.signatures[0].is_like(signature)
+        if plan.signatures[0].is_like(planned)
     }
     if len(changing_bytes) == 1:
-        return 1.0
+        return None
     (less, lower), (more, upper) = sorted(changing_bytes.items())[-2:]
     if not 0 < lower < upper:
-        return 1.0
-    return max(1.0, math.log(upper / lower) / math.log(more / less))
+        return growth
+    # upper = a + b, of which a grows in proportion, b with the square
+    ratio = less / more
+    squared = (upper * ratio - lower) / (upper * ratio * (1 - ratio))
+    squared = min(max(squared, 0.0), 1.0)
+    return (1 - squared) * growth + squared * growth**2
 
 
 def _lasting(plan: PlanData) -> int:
     return sum(plan.composition.get(category, 0) for category in LASTING)
 
 
-def _likely_peak(plan: PlanData, signature: BatchSignature, power: float) -> int | None:
+def _likely_peak(
+    plan: PlanData, signature: BatchSignature, growth: float
+) -> int | None:
     """Peak of a larger batch under a plan, untraced; None if more than sizes differ."""
     planned = plan.signatures[0]
     if not planned.is_like(signature) or not planned.num_elements:
         return None
-    growth = max(signature.num_elements / planned.num_elements, 1.0)
-    growth = math.pow(growth, power)
     if plan.traced is None:
         changing_bytes = plan.peak_bytes - _lasting(plan)
         return _lasting(plan) + round(changing_bytes * growth)

@@ -122,7 +122,7 @@ def _text_of(value: Any, around: tuple[types.FunctionType, ...]) -> str:
         around += (value,)
         code = value.__code__
         plain = [part for part in code.co_consts if not isinstance(part, type(code))]
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        cells = [_contents(cell) for cell in value.__closure__ or ()]
         parts = (
             value.__module__, value.__qualname__, code.co_firstlineno, code.co_code,
             code.co_names, plain, value.__defaults__, value.__kwdefaults__, cells,
@@ -137,3 +137,14 @@ def _text_of(value: Any, around: tuple[types.FunctionType, ...]) -> str:
             f"{value!r} cannot be told from others ({error}), so that no cell of it can"
             " be kept; leave out `directory`, or give plainer values."
         ) from error
+
+
+class _Nothing:
+    """Stands for what a closure's cell holds before anything is assigned to it."""
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _Nothing

@@ -86,7 +86,7 @@ def copied(
         step: The step.
         mode: Of the fake tensors that they hold; None for real ones.
     """
-    memo: dict[int, Any] = {}
+    memo = typed_parameters(step) if mode is None else {}
     copies: TorchFunctionMode = AnyCopies()
     if mode is not None:
         convert = _conversion(step, mode)
@@ -203,6 +203,23 @@ def _fake_parameters(
                 fake = memo[id(parameter)]
                 memo[id(parameter)] = _in_dtype(mode, step.compute_dtype, fake)
     return memo
+
+
+def typed_parameters(step: Step) -> dict[int, Any]:
+    """Real parameters in the type that a step computes in, if not in their own.
+
+    They are by the addresses of the user's.
+    """
+    if step.compute_dtype is None:
+        return {}
+    return {
+        id(parameter): torch.nn.Parameter(
+            parameter.detach().to(step.compute_dtype, copy=True),
+            parameter.requires_grad,
+        )
+        for parameter in step.model.parameters()
+        if parameter.is_floating_point()
+    }
 
 
 def cast_arguments(model: torch.nn.Module, dtype: torch.dtype | None) -> None:

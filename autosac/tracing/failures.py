@@ -6,6 +6,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from autosac import _compat, _compat_compiler
 from autosac._compat_distributed import is_loss_parallel
 from autosac.errors import TraceError
@@ -36,6 +38,12 @@ _HIGHER_ORDER = (
 )
 _READS = ".numpy() is not supported"  # for tensors that hold no data
 _RUN = " A step on such inputs must run before it can be planned."
+_GATHERED = (
+    " With `param_dtype` the model's parameters and arguments are {dtype} here, its"
+    " buffers in their own type, and the casts of FSDP2 where units inside the model"
+    " begin are not modelled: let the model cast to the type of its weights, or leave"
+    " `param_dtype` and `reduce_dtype` out and pass `autocast`=torch.{dtype}."
+)
 _SPARSE = "not defined for sparse tensors"  # what PyTorch says of their size
 _MIXED = "got mixed torch.Tensor and DTensor"
 _ONE_BY_ONE = (
@@ -63,18 +71,23 @@ _META = (
 )
 
 
-def explanation(error: BaseException, place: str) -> str:
+def explanation(
+    error: BaseException, place: str, gathered_in: torch.dtype | None = None
+) -> str:
     """Say where the step fails and why, and what to do.
 
     Args:
         error: What it raised.
         place: Where, such as "module `blocks.0`" or "the loss".
+        gathered_in: Type that FSDP2 gathers parameters in, if not in their own.
     """
     depends = isinstance(error, _compat.TRACE_ERRORS) or _READS in str(error)
     what = "cannot be traced without data" if depends else "fails"
     line = _users_line(error.__traceback__)
     where = f" at {line}" if line else ""
     advice = _VALUES if depends else _RUN
+    if gathered_in is not None and not depends:
+        advice = _GATHERED.format(dtype=str(gathered_in).removeprefix("torch."))
     is_elsewhere = any(words in str(error) for words in _ELSEWHERE)
     if is_elsewhere and "meta" in str(error):
         advice = _META

@@ -33,6 +33,7 @@ from autosac.tracing.copying import (
     AnyCopies,
     cast_arguments,
     copy_parameter_attributes,
+    typed_parameters,
 )
 from autosac.tracing.failures import explanation, place_of
 from autosac.tracing.learned import Learned
@@ -153,14 +154,12 @@ def _own_parameters(step: Step, *, shared: bool) -> dict[int, Any]:
     they may share it, with attributes of their own. Others are left to be copied.
     """
     own: dict[int, Any] = {}
-    for parameter in step.model.parameters():
-        data = parameter.detach()
-        if step.compute_dtype is not None and data.is_floating_point():
-            data = data.to(step.compute_dtype, copy=True)
-        elif not shared:
-            continue
-        own[id(parameter)] = torch.nn.Parameter(data, parameter.requires_grad)
-    return own
+    if shared:
+        own = {
+            id(p): torch.nn.Parameter(p.detach(), p.requires_grad)
+            for p in step.model.parameters()
+        }
+    return own | typed_parameters(step)
 
 
 def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
@@ -210,8 +209,9 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
         if follower.running:
             place = f"{follower.running} of {place}"
         raise TraceError(
-            f"{explanation(error, place)} Its trace does not fail: that looks at no"
-            " data, and takes some types and devices that the real op refuses."
+            f"{explanation(error, place, step.compute_dtype)} Its trace does not fail:"
+            " that looks at no data, and takes some types and devices that the real op"
+            " refuses."
         ) from error
     return follower.departure
 

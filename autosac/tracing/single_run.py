@@ -246,7 +246,8 @@ def _run_on(
             if step.is_present and not is_final:
                 step.learned.real = True  # values decide, or a fake kernel refuses
                 raise Retrace from error
-            raise TraceError(explanation(error, recorder.place())) from error
+            failure = explanation(error, recorder.place(), step.compute_dtype)
+            raise TraceError(failure) from error
         tape = replace(recorder.tape(), parameters=parameters)
         if step.learned.earlier:
             step.learned.kept_bytes.append(storage_bytes(module_tensors(model)))

@@ -290,11 +290,13 @@ class Search:
 
         Args:
             model: It holds the solution,
-            value: of this objective. A peak is rounded to one somewhat above it.
+            value: of this objective. A peak is rounded to one somewhat above it, on
+                the way to the best one, or else to twice as much.
         """
         caps = [self._problem.sac.budget_bytes]
         if self._peak:
-            more = max(0.0, self._best_value - value)
+            above = self._best_value if math.isfinite(self._best_value) else 2 * value
+            more = max(0.0, above - value)
             caps = [int((value + share * more) * _MIB) for share in _ABOVE]
         shares = model.units(), model.reshards(), model.weights()
         for cap_bytes in caps:

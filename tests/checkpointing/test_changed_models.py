@@ -2,11 +2,15 @@
 
 import copy
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
 
 import autosac
+from autosac._compat_distributed import fake_group
+from autosac.devices.specs import device_spec
+from autosac.parallel.clusters import cluster_spec
 from tests.checkpointing.test_replaced_modules import WIDTH, Residual
 
 
@@ -143,6 +147,35 @@ def test_copies_and_what_forward_makes_are_not_said():
     gradients(model)
 
     gradients(copy.deepcopy(model))  # warnings fail tests
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+def test_what_fsdp_gathers_in_another_type_is_not_said():
+    x = torch.randn(64, WIDTH)
+    profile = autosac.profile(
+        Blocks(), x, loss_fn=lambda y: y.float().square().sum(), device="cpu"
+    )
+    how = {
+        "cluster": replace(cluster_spec("pcie-l40s"), device=device_spec("cpu")),
+        "num_gpus": 2,
+        "fsdp_units": [Residual],  # and `head` in that of the model
+        "param_dtype": "bfloat16",
+        "reduce_dtype": "float32",
+    }
+    with pytest.raises(autosac.InfeasibleBudgetError) as error:
+        autosac.plan_parallel(profile, memory_budget=1, **how)
+    least_bytes = error.value.lowest_peak_bytes
+    plan = autosac.plan_parallel(profile, memory_budget=least_bytes, **how)
+    assert plan.policy
+    model = Blocks()
+    with fake_group(2):
+        plan.apply(model, plan.make_mesh("cpu"))
+        for _ in range(2):  # warnings fail tests
+            model(x).float().square().sum().backward()
+        model.register_buffer("large", torch.ones(1000))
+        with pytest.warns(UserWarning, match="model itself got other parameters or b"):
+            model(x)
 
 
 @pytest.mark.parametrize("num_rows", [64, 32])

@@ -259,6 +259,7 @@ def refused(folder):
     sharded.add_callback(MemoryBudget("1GiB"))
     results = {
         "infeasible": told(make_trainer(), "1MiB"),
+        "less than batches take": told(make_trainer(), 64),
         "quantized": told(quantized),
         "reads whole": told(reads_whole),
         "launched with FSDP": told(launched),

@@ -8,9 +8,8 @@ import torch
 import autosac
 from autosac.errors import PlanMismatchError
 from autosac.step.training_step import training_step
-from autosac.verification.measuring import (
-    differences,
-)
+from autosac.storages import storage_bytes
+from autosac.verification.measuring import differences, measure_peak
 from tests.planning.readers import (
     BATCHES,
     PLANNED,
@@ -231,3 +230,43 @@ def test_a_batch_that_is_planned_anew_goes_with_the_step():
         assert not [one for one in alive if one.shape == shape and not one.is_meta]
     finally:
         gc.enable()
+
+
+class Scores(torch.nn.Module):
+    """Attention that keeps a score for each pair of its rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            x = x + (y @ y.transpose(-1, -2)).softmax(-1) @ x
+        return x
+
+
+@pytest.mark.parametrize("lengths", [[48], [24, 48]])
+def test_what_grows_with_the_square_of_the_length_is_in_what_is_said(lengths):
+    def run(length):
+        model(torch.ones(2, length, 4)).sum().backward()
+
+    model = Scores()
+    batches = [torch.ones(2, length, 4) for length in lengths]
+    autosac.plan(model, batches, loss_fn=torch.sum, memory_budget="700KB").apply(model)
+    with pytest.warns(UserWarning, match="is larger than all") as caught:
+        run(192)  # four times as long
+    text = str(caught[0].message)
+    last = text.rpartition(" bytes (")[0].split()[-1]
+    model.zero_grad()
+    weights_bytes = storage_bytes(model.parameters())
+    peak_bytes = measure_peak(
+        lambda: run(192), device="cpu", persistent_bytes=weights_bytes
+    )[1]
+
+    if len(lengths) == 1:
+        assert "if as its square" in text and "perhaps above the budget" in text
+        assert 700_000 < peak_bytes <= int(last) <= 1.3 * peak_bytes
+    else:
+        assert "above the budget" in text and "perhaps" not in text
+        assert int(last) == pytest.approx(peak_bytes, rel=0.05)

@@ -398,6 +398,15 @@ def test_parameters_of_several_types_have_a_plan_by_hand():
     assert lowest_peak(problem, time_limit_s=0.0).choice is not None
 
 
+def test_the_least_peak_is_found_where_no_plan_by_hand_is_legal(monkeypatch):
+    monkeypatch.setattr("autosac.solvers.fsdp.search.simple_units", lambda *_: [])
+    root, *layers = _two_units().modules
+    alike = tuple(replace(layer, kind=1) for layer in layers)
+    problem = replace(_two_units(), modules=(root, *alike))
+
+    assert lowest_peak(problem).predicted_peak_bytes == _best(problem)[1]
+
+
 def test_choices_that_break_rules_are_errors():
     problem = replace(_two_units(), inside=(frozenset({1}),))
     around = replace(BOTH, points=(0,))

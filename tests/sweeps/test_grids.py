@@ -303,6 +303,13 @@ def test_closures_defaults_and_arguments_count():
     partial = functools.partial(functools.partial, max)
     for make in (closing, defaulting, calling_itself, partial):
         assert text_of(make(1)) == text_of(make(1)) != text_of(make(2))
+
+    def reads(is_there):
+        if is_there:
+            later = 1
+        return lambda: later
+
+    assert text_of(reads(False)) == text_of(reads(False)) != text_of(reads(True))
     first, second = [lambda: 1, lambda: 2]
     assert text_of(first) != text_of(second)
     assert text_of({1: "a"}) != text_of({1: "b"})

@@ -12,6 +12,7 @@ from torch.nn import functional
 from autosac import _compat, _compat_fakes, calibrate, floor, plan
 from autosac.errors import TraceError
 from autosac.fake_tensors.values import run_op
+from autosac.profiles.compute_dtype import in_compute_dtype
 from autosac.profiles.profile import profile
 from autosac.tracing.real_steps import first_departure
 from autosac.tracing.trace import trace
@@ -487,3 +488,25 @@ def test_plans_of_such_steps_hold():
 
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine.grad, theirs.grad)
+
+
+class Routes(nn.Module):
+    """Hands some rows to its second layer, by their values."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.last(y[y.mean(-1) > 0])
+
+
+def test_a_step_whose_values_decide_runs_in_the_type_that_is_gathered():
+    step = profile(Routes(), torch.randn(16, WIDTH), loss_fn=lambda y: y.float().sum())
+
+    tape = in_compute_dtype(step, torch.bfloat16).tape
+
+    layers = [i for i, m in enumerate(tape.modules) if m.fqn in ("first", "last")]
+    types = {op.dtype for op in tape.ops if op.module in layers and op.creates}
+    assert types == {"bfloat16"}
