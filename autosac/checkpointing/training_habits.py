@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ class Facts(Protocol):
         trains_inputs: Inputs of the model require gradients.
         backends: Settings of ``torch.backends`` that kernels depend on.
         forward_bytes: What ops of forward make, added up.
+        loss_room: What a loss may take by its graph, in bytes.
         peak_bytes: Its peak.
         num_batches: How many batches it was made for, 0 for one that is like them.
         offloads: It moves anything to far memory.
@@ -55,6 +57,8 @@ class Facts(Protocol):
     def backends(self) -> dict[str, bool] | None: ...
     @property
     def forward_bytes(self) -> int | None: ...
+    @property
+    def loss_room(self) -> dict[str, int] | None: ...
     @property
     def peak_bytes(self) -> int: ...
     @property
@@ -150,21 +154,33 @@ class TrainingHabits:
                 with made or _NOTHING:
                     output = forward(*args, **kwargs)
                 if made is not None:
-                    self._results.compare(made, *self._planned(device_type, plan))
+                    followed = self._planned(device_type, plan)
+                    if followed is not None:
+                        planned_bytes = followed.forward_bytes
+                        self._results.compare(made, planned_bytes, followed.peak_bytes)
         self._results.end()
-        self._passes.end(output)
+        self._passes.end(output, partial(self._room, device_type, plan))
         return output
 
     def _planned(
         self, device_type: str, plan: Callable[[], Facts | None]
-    ) -> tuple[int | None, int]:
-        """Bytes that the planned forward makes, None if none can be said; its peak."""
+    ) -> Facts | None:
+        """The plan that was followed; None if it says nothing of a step like this."""
         followed = None if self._autocast.has_warned else plan()
         if followed is None or not followed.num_batches or followed.offloads:
-            return None, 0
+            return None
         if (followed.reserved_bytes is None) != (device_type == "cpu"):
-            return None, 0  # planned for another kind of device, with other ops
-        return followed.forward_bytes, followed.peak_bytes
+            return None  # planned for another kind of device, with other ops
+        return followed
+
+    def _room(
+        self, device_type: str, plan: Callable[[], Facts | None]
+    ) -> tuple[dict[str, int] | None, int]:
+        """Room for a loss in the plan that was followed, and its peak."""
+        followed = self._planned(device_type, plan)
+        if followed is None:
+            return None, 0
+        return followed.loss_room, followed.peak_bytes
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._trains_inputs:
