@@ -17,9 +17,10 @@ def loss_room(
     """What a loss may take by its graph, in bytes, for the planned peak to hold.
 
     Returns:
-        *peak*, while backward goes through it, and *handed*, its gradients as backward
-        comes to the model: those of `LossMemory`, with what lies between memory then
-        and the planned peak. None if not known, or if it varies from step to step.
+        *peak*, while backward goes through it: what lies between memory as forward ends
+        and the planned peak, or what the planned loss takes by its graph, and what is
+        left then, if that is more; and *handed*, its gradients as backward comes to the
+        model, likewise. None if not known, or if it varies from step to step.
     """
     tape = profile.tape
     first = tape.phases.get("model backward")
@@ -29,10 +30,11 @@ def loss_room(
     in_backward = [op.start for op in tape.ops if op.phase == "backward"]
     begin = max((start for start in in_backward if start < first), default=first)
     timeline = profile.simulator.timeline(chosen)
-    ticks = np.array([tape.phases["loss"], begin, first + 1])
-    live = timeline.most_from(ticks * profile.simulator.span)
-    room = [timeline.peak_bytes - int(live_bytes) for live_bytes in live[:2]]
+    loss = tape.phases["loss"]
+    keys = np.array([loss, loss + 1, begin, first + 1]) * profile.simulator.span
+    before, of_loss, of_model, _ = map(int, timeline.most_from(keys))
+    planned_bytes = of_loss - tape.loss.peak_bytes  # without what the graph tells of it
     return {
-        "peak": tape.loss.peak_bytes + room[0],
-        "handed": tape.loss.handed_bytes + room[1],
+        "peak": timeline.peak_bytes - min(before, planned_bytes),
+        "handed": timeline.peak_bytes - of_model + tape.loss.handed_bytes,
     }

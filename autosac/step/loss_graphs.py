@@ -20,10 +20,27 @@ from autosac import _compat_autograd
 from autosac.step.tape import LossMemory
 
 _MOST_FUNCTIONS = 100_000
+_UNKNOWN = -1  # bytes of what has no plain sizes
 _VIEWS = (
     *("View", "UnsafeView", "ReshapeAlias", "Reshape", "T", "Transpose", "Permute"),
     *("Unsqueeze", "Squeeze", "Alias", "Expand", "Unfold", "Clone", "Add", "Sub"),
 )  # whose gradient is that of their (first) argument, too
+# What else functions make in backward, in tensors like their argument: on the way to
+# its gradient (FunctionsManual.cpp of torch 2.10 to 2.15), or inside of one kernel.
+_TEMPORARIES = {
+    "Abs": 1,
+    "BinaryCrossEntropyWithLogits": 1,
+    "LinalgVectorNorm": 1,
+    "LogSigmoid": 1,
+    "Logsumexp": 2,
+    "MseLoss": 1,
+    "Pow": 2,
+    "SmoothL1Loss": 1,
+    "SoftMarginLoss": 1,
+    "Sqrt": 1,
+    "Std": 1,
+    "Var": 1,
+}
 _RESULTS = frozenset({"result", "result0", "output", "log_alpha", "grad_input"})
 
 _Value = tuple[Hashable, int]  # a function and one of its results
@@ -37,9 +54,8 @@ def loss_memory(roots: Iterable[Any], first: int) -> LossMemory | None:
         first: Sequence number of the first one that the model did not make.
     """
     functions = list(_functions(roots, first))
-    if len(functions) == _MOST_FUNCTIONS or any(
-        size is None for one in functions for size in (*one.made, *one.taken)
-    ):
+    sizes = {size for one in functions for size in (*one.made, *one.taken)}
+    if len(functions) == _MOST_FUNCTIONS or _UNKNOWN in sizes:
         return None
     return _Pass(functions, first).run()
 
@@ -60,8 +76,8 @@ class _Function:
 
     number: int
     name: str
-    made: tuple[int | None, ...]
-    taken: tuple[int | None, ...]
+    made: tuple[int, ...]
+    taken: tuple[int, ...]
     values: tuple[_Value, ...]
     saves_results: bool
     saves_taken: bool
@@ -107,16 +123,16 @@ def _key(function: Any) -> Hashable:
     return _compat_autograd.sequence_nr(function)
 
 
-def _nbytes(result: Any) -> int | None:
-    """Bytes of a function's result; None if its sizes do not tell."""
+def _nbytes(result: Any) -> int:
+    """Bytes of a function's result."""
     if getattr(result, "is_nested_tensor", False):
-        return None
+        return _UNKNOWN
     return int(prod(result.shape)) * int(result.dtype.itemsize)
 
 
-def _nbytes_at(function: Any, place: int) -> int | None:
+def _nbytes_at(function: Any, place: int) -> int:
     results = _compat_autograd.results_of(function)
-    return _nbytes(results[place]) if place < len(results) else None
+    return _nbytes(results[place]) if place < len(results) else _UNKNOWN
 
 
 @dataclass(slots=True)
@@ -142,9 +158,13 @@ class _Pass:
         sizes = {v: n for values in saved.values() for v, n in values.items()}
         self.live_bytes = peak_bytes = sum(sizes.values())
         for one in self.functions:
-            passed = self._pass_on(one)
-            peak_bytes = max(peak_bytes, self.live_bytes)
-            for gradient in passed:
+            own: list[_Value] = [(one.number, place) for place in range(len(one.made))]
+            incoming = [self.gradients.pop(v) for v in own if v in self.gradients]
+            gradients = self._gradients(one, incoming)
+            more = _TEMPORARIES.get(one.name, 0) * max(one.taken, default=0)
+            peak_bytes = max(peak_bytes, self.live_bytes + more)
+            self._hand_on(one, gradients)
+            for gradient in incoming:
                 self._let_go(gradient)
             self.live_bytes -= sum(
                 sizes[value]
@@ -164,7 +184,7 @@ class _Pass:
         }
         saved: dict[int, dict[_Value, int]] = {}
         for one in self.functions:
-            pairs: list[tuple[_Value, int | None]] = []
+            pairs: list[tuple[_Value, int]] = []
             if one.saves_results:
                 own: list[_Value] = [(one.number, i) for i in range(len(one.made))]
                 pairs += zip(own, one.made, strict=True)
@@ -175,26 +195,28 @@ class _Pass:
                 while value[0] in views:
                     value = views[value[0]]
                 if isinstance(value[0], int) and value[0] >= self.first:
-                    saved[one.number][value] = size or 0
+                    saved[one.number][value] = size
         return saved
 
-    def _pass_on(self, one: _Function) -> list[int]:
-        """Make the gradients of a function's arguments; return those of its results."""
-        own: list[_Value] = [(one.number, place) for place in range(len(one.made))]
-        incoming = [self.gradients.pop(v) for v in own if v in self.gradients]
-        for place, (value, size) in enumerate(zip(one.values, one.taken, strict=True)):
+    def _gradients(self, one: _Function, incoming: list[int]) -> list[int]:
+        """Make the gradients of a function's arguments from those of its results."""
+        gradients = []
+        for place, size in enumerate(one.taken):
             gradient = self._passed(one, place, incoming)
-            if gradient is None:
-                gradient = self._make(size or 0)
-            self.uses[gradient] += 1
-            if (before := self.gradients.get(value)) is not None:
-                total = self._make(size or 0)
+            gradients.append(self._make(size) if gradient is None else gradient)
+            self.uses[gradients[-1]] += 1
+        return gradients
+
+    def _hand_on(self, one: _Function, gradients: list[int]) -> None:
+        """Give gradients to the functions that made a function's arguments."""
+        for value, size, gradient in zip(one.values, one.taken, gradients, strict=True):
+            before = self.gradients.get(value)
+            self.gradients[value] = gradient
+            if before is not None:  # the sum of both
+                self.gradients[value] = total = self._make(size)
                 self.uses[total] += 1
                 self._let_go(before)
                 self._let_go(gradient)
-                gradient = total
-            self.gradients[value] = gradient
-        return incoming
 
     def _passed(self, one: _Function, place: int, incoming: list[int]) -> int | None:
         """The gradient that is an argument's as well, None if a new one is made."""
@@ -216,7 +238,7 @@ class _Pass:
     def _most_of(self) -> str:
         """Name of the function that makes or takes most."""
         sizes = {
-            one.name: max(size or 0 for size in (0, *one.made, *one.taken))
+            one.name: max((*one.made, *one.taken), default=0)
             for one in reversed(self.functions)
         }
         return max(sizes, key=lambda name: sizes[name], default="")
