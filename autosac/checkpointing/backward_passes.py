@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autosac import _compat_autograd, _compat_dispatch
+from autosac.checkpointing.kept_outputs import Room, is_looked_at
 from autosac.checkpointing.planned_loss import PlannedLoss
 from autosac.pytrees import tensors_in
 from autosac.step.arguments import warn
@@ -50,6 +51,7 @@ class BackwardPasses:
         self._num_calls += 1
         if last is None or last.has_begun or not self._calls_once:
             return
+        self._knows_loss = True  # that of several calls
         self._say(
             "The model is called again before backward has gone through its earlier"
             " call, and the planned step calls it once: what both save is there"
@@ -58,26 +60,20 @@ class BackwardPasses:
             " after each."
         )
 
-    def end(
-        self, output: Any, planned: Callable[[], tuple[dict[str, int] | None, int]]
-    ) -> None:
+    def end(self, output: Any, planned: Callable[[], Room | None]) -> None:
         """Forward has returned its output.
 
         Args:
             output: The output.
-            planned: Says what room the plan has for a loss, None if that cannot be
-                said, and its peak.
+            planned: Says what the plan has room for; None if that cannot be said.
         """
         self._last = None
-        # Calls 1, 2, 4, 8 and so on, and those after: of calls of one step any but the
-        # last tells.
-        before = self._num_calls - 1
         is_said = self._is_done and self._knows_loss
-        if is_said or (before & self._num_calls and before & (before - 1)):
+        if is_said or not is_looked_at(self._num_calls):
             return
-        room, peak_bytes = (None, 0) if self._knows_loss else planned()
+        room = None if self._knows_loss else planned()
         first = _compat_autograd.next_sequence_nr()
-        loss = PlannedLoss(room, peak_bytes, first) if room else None
+        loss = None if room is None else PlannedLoss(room, first)
         graph = _Graph(self, self._num_calls, loss)
         made = {tensor.grad_fn for tensor in tensors_in((output,))}
         functions = [function for function in made if function is not None]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autosac import _compat_autograd
+from autosac.checkpointing.kept_outputs import Room
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 from autosac.step.loss_graphs import loss_memory
@@ -17,13 +18,11 @@ class PlannedLoss:
     """What is planned of the loss of a step.
 
     Attributes:
-        room: See `Plan.loss_room`.
-        peak_bytes: The planned peak.
+        room: What the plan has room for.
         first: Number of the first autograd function that the model did not make.
     """
 
-    room: dict[str, int]
-    peak_bytes: int
+    room: Room
     first: int
 
     def look(self) -> bool:
@@ -35,16 +34,17 @@ class PlannedLoss:
         loss = loss_memory(_compat_autograd.backward_roots(), self.first)
         if loss is None:
             return False
-        took = {"peak": loss.peak_bytes, "handed": loss.handed_bytes}
-        over = {name: took[name] - self.room[name] for name in took}
+        room = self.room.nbytes
+        took = {"loss": loss.peak_bytes, "handed": loss.handed_bytes}
+        over = {name: took[name] - room[name] for name in took}
         most = max(over, key=lambda name: over[name])
-        if over[most] <= _LITTLE * self.peak_bytes:
+        if over[most] <= _LITTLE * self.room.peak_bytes:
             return False
         warn(
-            f"The loss takes about {format_bytes(took[most])}, as its autograd graph"
-            f" tells, most of it for `{loss.most_of}`, and the plan has room for"
-            f" {format_bytes(self.room[most])}: it is not the planned loss, and the"
-            " peak may be above the budget. Plan again with the `loss_fn` that the"
-            " training has."
+            "The loss, or what else runs on the model's output, takes about"
+            f" {format_bytes(took[most])} by its autograd graph, most of it for"
+            f" `{loss.most_of}`, and the plan has room for {format_bytes(room[most])}:"
+            " it is not the planned loss, and the peak may be above the budget. Plan"
+            " again with the `loss_fn` that the training has."
         )
         return True

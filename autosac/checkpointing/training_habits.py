@@ -14,6 +14,7 @@ from autosac.checkpointing.backend_flags import BackendFlags, flags_of
 from autosac.checkpointing.backward_passes import BackwardPasses
 from autosac.checkpointing.earlier_gradients import EarlierGradients
 from autosac.checkpointing.forward_results import ForwardResults
+from autosac.checkpointing.kept_outputs import KeptOutputs, Room
 from autosac.checkpointing.planned_autocast import PlannedAutocast
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
@@ -35,7 +36,7 @@ class Facts(Protocol):
         trains_inputs: Inputs of the model require gradients.
         backends: Settings of ``torch.backends`` that kernels depend on.
         forward_bytes: What ops of forward make, added up.
-        loss_room: What a loss may take by its graph, in bytes.
+        room_bytes: What a loss may take, or be kept besides: see `Plan.room_bytes`.
         peak_bytes: Its peak.
         num_batches: How many batches it was made for, 0 for one that is like them.
         offloads: It moves anything to far memory.
@@ -58,7 +59,7 @@ class Facts(Protocol):
     @property
     def forward_bytes(self) -> int | None: ...
     @property
-    def loss_room(self) -> dict[str, int] | None: ...
+    def room_bytes(self) -> dict[str, int] | None: ...
     @property
     def peak_bytes(self) -> int: ...
     @property
@@ -113,9 +114,11 @@ class TrainingHabits:
         self._autocast = PlannedAutocast(plan.autocast)
         self._results = ForwardResults(model)
         self._backends = BackendFlags(plan.backends)
+        may_call_again = plan.calls_again is not False
+        self._outputs = KeptOutputs(model, may_keep=may_call_again)
         self._passes = BackwardPasses(
             may_keep=plan.keeps_graph is not False,
-            may_call_again=plan.calls_again is not False,
+            may_call_again=may_call_again,
             has_units=bool(plan.op_policies),
         )
 
@@ -139,6 +142,7 @@ class TrainingHabits:
         """
         self._gradients.look(self._model)
         self._passes.begin()
+        self._outputs.begin(args, kwargs)
         self._look_at_inputs(args, kwargs)
         around = None
         ambient = _ambient(device_type)
@@ -159,7 +163,9 @@ class TrainingHabits:
                         planned_bytes = followed.forward_bytes
                         self._results.compare(made, planned_bytes, followed.peak_bytes)
         self._results.end()
-        self._passes.end(output, partial(self._room, device_type, plan))
+        room = partial(self._room, device_type, plan)
+        self._outputs.end(output, room)
+        self._passes.end(output, room)
         return output
 
     def _planned(
@@ -173,14 +179,12 @@ class TrainingHabits:
             return None  # planned for another kind of device, with other ops
         return followed
 
-    def _room(
-        self, device_type: str, plan: Callable[[], Facts | None]
-    ) -> tuple[dict[str, int] | None, int]:
-        """Room for a loss in the plan that was followed, and its peak."""
+    def _room(self, device_type: str, plan: Callable[[], Facts | None]) -> Room | None:
+        """What the plan that was followed has room for; None if it does not say."""
         followed = self._planned(device_type, plan)
-        if followed is None:
-            return None, 0
-        return followed.loss_room, followed.peak_bytes
+        if followed is None or followed.room_bytes is None:
+            return None
+        return Room(followed.room_bytes, followed.peak_bytes)
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._trains_inputs:

@@ -16,8 +16,8 @@ from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
 from autosac.planning import offload_advice
 from autosac.planning.dry_running import confirm, is_quick, leave_out, wants_dry_run
 from autosac.planning.eager_steps import fastest, times_of
-from autosac.planning.loss_room import loss_room
 from autosac.planning.plans import Plan
+from autosac.planning.room import room_bytes
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
 from autosac.profiles.profile import Profile
@@ -381,7 +381,7 @@ def _as_plan(
         far_state_bytes=profile.far_state_bytes,
         autocast=profile.autocast,
         forward_bytes=profile.forward_bytes,
-        loss_room=loss_room(profile, chosen),
+        room_bytes=room_bytes(profile, chosen),
         keeps_graph=any(one.used_again for one in profile.tape.saved),
         trains_inputs=profile.trains_inputs,
         backends=profile.backends,

@@ -37,7 +37,7 @@ LARGE_GAP = 0.05  # worth a warning
 # Of a step, which older files do not tell.
 _LATER_FIELDS = (
     *("autocast", "forward_bytes", "keeps_graph", "calls_again", "trains_inputs"),
-    *("backends", "loss_room"),
+    *("backends", "room_bytes"),
 )
 _MUCH_UNSTEADY = 0.1  # of the measured time
 
@@ -92,7 +92,7 @@ class Plan(Summarized):
             none, None if it is not known.
         forward_bytes: What the ops of the model's forward make, added up; None if it is
             not known, or varies from step to step.
-        loss_room: Bytes that a loss may take for the peak to hold: see `loss_room.py`.
+        room_bytes: What its peak leaves to another loss, and the like: `room.py`.
         keeps_graph: Some backward pass of the step keeps its graph,
         calls_again: or it calls the model several times,
         trains_inputs: or inputs require gradients; None if that is not known.
@@ -137,7 +137,7 @@ class Plan(Summarized):
     finds_gradients: bool = False
     autocast: str | None = None
     forward_bytes: int | None = None
-    loss_room: dict[str, int] | None = None
+    room_bytes: dict[str, int] | None = None
     keeps_graph: bool | None = None
     calls_again: bool | None = None
     trains_inputs: bool | None = None
