@@ -73,7 +73,9 @@ class BackwardPasses:
             return
         room = None if self._knows_loss else planned()
         first = _compat_autograd.next_sequence_nr()
-        loss = None if room is None else PlannedLoss(room, first)
+        loss = None
+        if room is not None and "loss" in room.nbytes:
+            loss = PlannedLoss(room, first)
         graph = _Graph(self, self._num_calls, loss)
         made = {tensor.grad_fn for tensor in tensors_in((output,))}
         functions = [function for function in made if function is not None]

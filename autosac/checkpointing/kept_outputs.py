@@ -2,7 +2,7 @@
 
 The planned step lets go of its output once backward is done. A loop that collects them,
 detached or not, keeps more with every step; and one whose variable holds the last one
-until it gets the next has that beside the next forward.
+until it gets the next has that beside the optimizer's step and the next forward.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class KeptOutputs:
         last = self._num_calls - 1
         last_bytes = sum(one.nbytes for one in self._left if one.number == last)
         older_bytes = sum(one.nbytes for one in self._left if one.number != last)
-        return older_bytes + max(0, last_bytes - room.nbytes["forward"])
+        return older_bytes + max(0, last_bytes - room.nbytes["kept"])
 
     def _say(self) -> None:
         calls = {one.number for one in self._left}

@@ -95,11 +95,54 @@ def test_what_the_peak_has_room_for_is_not_said(keep):
         train(planned(), lambda output: keep(kept, output), 9)
 
 
+class Selecting(Model):
+    """Values decide how many rows it works on."""
+
+    def forward(self, x):
+        return super().forward(x[x[:, 0] > -2])
+
+
+@pytest.mark.parametrize("keep", [nothing, the_latest, KEPT["whole"]])
+def test_where_sizes_vary_only_a_collection_is_said(keep):
+    kept = []
+    profile = autosac.profile(Selecting(), rows(), loss_fn=loss_fn)
+    plan = autosac.plan(profile, memory_budget=profile.baseline_peak_bytes)
+    model = plan.apply(Selecting())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(model, lambda output: keep(kept, output))
+    is_said = [SAID in str(one.message) for one in caught]
+    assert is_said == [True] * (keep is KEPT["whole"])
+
+
 def test_the_latest_output_is_said_where_forward_has_the_peak():
     kept = []
     model = planned(torch.sum)
     with pytest.warns(UserWarning, match="64.0 KiB of one of them"):
         train(model, lambda output: the_latest(kept, output), loss=torch.sum)
+
+
+@pytest.mark.parametrize("deletes", [False, True])
+def test_the_latest_output_is_said_where_the_optimizer_has_the_peak(deletes):
+    # A loop's variable holds it until forward has returned the next one.
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    profile = autosac.profile(
+        model, rows()[:4], loss_fn=loss_fn, optimizer=torch.optim.AdamW
+    )
+    plan = autosac.plan(profile, memory_budget=profile.baseline_peak_bytes)
+    assert plan.room_bytes["kept"] == 0
+    plan.apply(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(5):
+            output = model(rows()[:4])
+            loss_fn(output).backward()
+            if deletes:
+                del output
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [SAID in str(one.message) for one in caught] == [True] * (not deletes)
 
 
 def test_what_the_model_itself_keeps_is_not_said():
