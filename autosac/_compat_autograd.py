@@ -78,6 +78,44 @@ def current_node_variable() -> torch.Tensor | None:
     return getattr(torch._C._current_autograd_node(), "variable", None)
 
 
+def results_of(node: Any) -> tuple[Any, ...]:
+    """What autograd knows of a node's results: `shape` and `dtype` of each."""
+    return tuple(node._input_metadata)
+
+
+def saved_names(node: Any) -> frozenset[str]:
+    """Names of the tensors that a node saves, or has saved and let go.
+
+    Those of custom functions have one name, "tensors".
+    """
+    names = [name for name in dir(type(node)) if name.startswith("_raw_saved_")]
+    return frozenset(name.removeprefix("_raw_saved_") for name in names)
+
+
+def backward_roots() -> tuple[Any, ...]:
+    """Nodes that the backward pass of this thread began at; empty if nobody tells.
+
+    The engine does not: the frame that called it does (`_engine_run_backward` of
+    torch/autograd/graph.py). A GPU's backward has a thread of its own, for which the
+    one that waits is looked for.
+    """
+    frame: Any = _running_backward(sys._getframe(1))
+    if frame is None:
+        frames = map(_running_backward, sys._current_frames().values())
+        waiting = [one for one in frames if one is not None]
+        frame = waiting[0] if len(waiting) == 1 else None
+    outputs = () if frame is None else frame.f_locals.get("t_outputs", ())
+    nodes = [getattr(output, "grad_fn", None) for output in outputs]
+    return tuple(node for node in nodes if node is not None)
+
+
+def _running_backward(frame: Any) -> Any:
+    """The innermost frame of a thread that runs backward, None if none does."""
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        frame = frame.f_back
+    return frame
+
+
 _OF_STEPS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks", *_OF_STEPS)
 

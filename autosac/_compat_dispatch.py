@@ -169,7 +169,7 @@ def detached_unseen(tensor: torch.Tensor) -> torch.Tensor:
     return torch.Tensor._make_subclass(torch.Tensor, tensor)
 
 
-def weak_storage(tensor: torch.Tensor) -> object:
+def weak_storage(tensor: torch.Tensor) -> Any:
     """A weak reference to a tensor's storage, whose address is not reused meanwhile."""
     return StorageWeakRef(tensor.untyped_storage())
 

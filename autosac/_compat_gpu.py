@@ -63,6 +63,15 @@ def convolutions_are_tf32() -> bool:
     return bool(settings.conv.fp32_precision == "tf32")
 
 
+def allocated_bytes(device: torch.device) -> tuple[int, int]:
+    """What PyTorch's allocator hands out on a GPU now, and the most that it has.
+
+    The most since somebody called `torch.cuda.reset_peak_memory_stats`, if one did.
+    """
+    now, most = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
+    return int(now(device)), int(most(device))
+
+
 def sdp_priority_order() -> tuple[int, ...]:
     """Attention kernels in the order in which they are tried."""
     return tuple(torch._C._get_sdp_priority_order())

@@ -1,17 +1,21 @@
 """Backward passes of a training loop, held against the planned one.
 
 That goes once through each graph, which ends with it, before the model is called again;
-and it runs outside of autocast.
+and it runs outside of autocast. The graph of the loss is held against the planned one
+as backward comes to the model (`planned_loss.py`).
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from autosac import _compat_dispatch
+from autosac import _compat_autograd, _compat_dispatch
+from autosac.checkpointing.kept_outputs import Room, is_looked_at
+from autosac.checkpointing.planned_loss import PlannedLoss
 from autosac.pytrees import tensors_in
 from autosac.step.arguments import warn
 
@@ -35,7 +39,7 @@ class BackwardPasses:
         self._calls_once = not may_call_again
         self._has_units = has_units
         self._num_calls = 0
-        self._is_done = False
+        self._is_done = self._knows_loss = False
         self._last: weakref.ref[_Graph] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,6 +51,7 @@ class BackwardPasses:
         self._num_calls += 1
         if last is None or last.has_begun or not self._calls_once:
             return
+        self._knows_loss = True  # that of several calls
         self._say(
             "The model is called again before backward has gone through its earlier"
             " call, and the planned step calls it once: what both save is there"
@@ -55,23 +60,38 @@ class BackwardPasses:
             " after each."
         )
 
-    def end(self, output: Any) -> None:
-        """Forward has returned its output."""
+    def end(self, output: Any, planned: Callable[[], Room | None]) -> None:
+        """Forward has returned its output.
+
+        Args:
+            output: The output.
+            planned: Says what the plan has room for; None if that cannot be said.
+        """
         self._last = None
-        # Calls 1, 2, 4, 8 and so on, and those after: of calls of one step any but the
-        # last tells.
-        before = self._num_calls - 1
-        if self._is_done or (before & self._num_calls and before & (before - 1)):
+        is_said = self._is_done and self._knows_loss
+        if is_said or not is_looked_at(self._num_calls):
             return
-        graph = _Graph(self)
+        room = None if self._knows_loss else planned()
+        first = _compat_autograd.next_sequence_nr()
+        loss = None
+        if room is not None and "loss" in room.nbytes:
+            loss = PlannedLoss(room, first)
+        graph = _Graph(self, self._num_calls, loss)
         made = {tensor.grad_fn for tensor in tensors_in((output,))}
         functions = [function for function in made if function is not None]
         for function in functions[:_MOST_FUNCTIONS]:
             function.register_prehook(graph.begin)
         self._last = weakref.ref(graph)
 
-    def meet(self) -> None:
-        """Backward begins at an output of the model."""
+    def meet(self, number: int, loss: PlannedLoss | None) -> None:
+        """Backward begins at an output of the model.
+
+        Args:
+            number: Of the call that made it.
+            loss: What is planned of its loss; None if it is not to be looked at.
+        """
+        if loss is not None and number == self._num_calls and not self._knows_loss:
+            self._knows_loss = loss.look()
         if self._lets_go and _compat_dispatch.keeps_graph():
             self._say(
                 "Backward keeps its graph, by `retain_graph` or `create_graph`, and the"
@@ -100,11 +120,14 @@ class _Graph:
         has_begun: Backward has come to an output of the call.
     """
 
-    def __init__(self, passes: BackwardPasses) -> None:
-        self._passes = passes
+    def __init__(
+        self, passes: BackwardPasses, number: int, loss: PlannedLoss | None
+    ) -> None:
+        self._passes, self._number, self._loss = passes, number, loss
         self.has_begun = False
 
     def begin(self, _: Any) -> None:
         """Backward begins at an output."""
+        loss = None if self.has_begun else self._loss
         self.has_begun = True
-        self._passes.meet()
+        self._passes.meet(self._number, loss)

@@ -19,6 +19,7 @@ from autosac._compat_distributed import WAITS, are_distributed
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.installing import CountedForward, install, remove
 from autosac.checkpointing.optimizer_states import OptimizerStates
+from autosac.checkpointing.reached_memory import ReachedMemory
 from autosac.checkpointing.running_step import Step
 from autosac.checkpointing.stand_ins import Places, StandIn
 from autosac.checkpointing.training_habits import Facts, TrainingHabits
@@ -45,10 +46,13 @@ class Planned(Facts, Protocol):
             empty if nothing tells.
         offload_dir: Directory of the CPU's far memory.
         far_state_bytes: Bytes of the optimizer's state that lie in far memory.
+        budget_bytes: The cap on its peak.
         composition: What its peak is made of, in bytes, the optimizer's state by
             itself.
     """
 
+    @property
+    def budget_bytes(self) -> int: ...
     @property
     def far_state_bytes(self) -> int: ...
     @property
@@ -266,6 +270,7 @@ class BatchForward(StandIn):
         self.signature = variants.plans[0].signatures[0]
         self.is_alike = False  # batch of this step and of the one before
         self.states: OptimizerStates | None = None
+        self.memory: ReachedMemory | None = None
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
         self.put: _StandIns = {}
@@ -314,6 +319,14 @@ class BatchForward(StandIn):
         return None if self.places.outline.has_warned or not is_covered else plan
 
     @property
+    def budget_bytes(self) -> int | None:
+        """Of the plan of the latest step, if it is for this kind of device."""
+        plan = self._followed()
+        if plan is None or plan.reserved_bytes is None:
+            return None
+        return plan.budget_bytes
+
+    @property
     def state_bytes(self) -> int:
         """What its plans count of an optimizer's state."""
         plans = self.variants.plans
@@ -329,6 +342,12 @@ class BatchForward(StandIn):
         if self.states is not None and self.states.is_done:
             self.states.close()
             self.states = None
+        if self.memory is not None:
+            if self.memory.is_done:
+                self.memory.close()
+                self.memory = None
+            else:
+                self.memory.begin()
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
         if self.frozen and any(one.requires_grad for _, one in self.frozen):
@@ -439,6 +458,9 @@ def install_plans(
     forward = BatchForward(model, variants, frozen)
     if not any(plan.far_state_bytes for plan in plans):
         forward.states = OptimizerStates(forward)
+    tensor = next(model.parameters(), None)
+    if tensor is not None and tensor.device.type == "cuda":
+        forward.memory = ReachedMemory(forward, tensor.device)
 
 
 def steps_by_hand(model: torch.nn.Module) -> Callable[..., None]:

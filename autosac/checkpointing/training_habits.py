@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ from autosac.checkpointing.backend_flags import BackendFlags, flags_of
 from autosac.checkpointing.backward_passes import BackwardPasses
 from autosac.checkpointing.earlier_gradients import EarlierGradients
 from autosac.checkpointing.forward_results import ForwardResults
+from autosac.checkpointing.kept_outputs import KeptOutputs, Room
 from autosac.checkpointing.planned_autocast import PlannedAutocast
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
@@ -34,6 +36,7 @@ class Facts(Protocol):
         trains_inputs: Inputs of the model require gradients.
         backends: Settings of ``torch.backends`` that kernels depend on.
         forward_bytes: What ops of forward make, added up.
+        room_bytes: What a loss may take, or be kept besides: see `Plan.room_bytes`.
         peak_bytes: Its peak.
         num_batches: How many batches it was made for, 0 for one that is like them.
         offloads: It moves anything to far memory.
@@ -55,6 +58,8 @@ class Facts(Protocol):
     def backends(self) -> dict[str, bool] | None: ...
     @property
     def forward_bytes(self) -> int | None: ...
+    @property
+    def room_bytes(self) -> dict[str, int] | None: ...
     @property
     def peak_bytes(self) -> int: ...
     @property
@@ -109,9 +114,11 @@ class TrainingHabits:
         self._autocast = PlannedAutocast(plan.autocast)
         self._results = ForwardResults(model)
         self._backends = BackendFlags(plan.backends)
+        may_call_again = plan.calls_again is not False
+        self._outputs = KeptOutputs(model, may_keep=may_call_again)
         self._passes = BackwardPasses(
             may_keep=plan.keeps_graph is not False,
-            may_call_again=plan.calls_again is not False,
+            may_call_again=may_call_again,
             has_units=bool(plan.op_policies),
         )
 
@@ -135,6 +142,7 @@ class TrainingHabits:
         """
         self._gradients.look(self._model)
         self._passes.begin()
+        self._outputs.begin(args, kwargs)
         self._look_at_inputs(args, kwargs)
         around = None
         ambient = _ambient(device_type)
@@ -150,21 +158,33 @@ class TrainingHabits:
                 with made or _NOTHING:
                     output = forward(*args, **kwargs)
                 if made is not None:
-                    self._results.compare(made, *self._planned(device_type, plan))
+                    followed = self._planned(device_type, plan)
+                    if followed is not None:
+                        planned_bytes = followed.forward_bytes
+                        self._results.compare(made, planned_bytes, followed.peak_bytes)
         self._results.end()
-        self._passes.end(output)
+        room = partial(self._room, device_type, plan)
+        self._outputs.end(output, room)
+        self._passes.end(output, room)
         return output
 
     def _planned(
         self, device_type: str, plan: Callable[[], Facts | None]
-    ) -> tuple[int | None, int]:
-        """Bytes that the planned forward makes, None if none can be said; its peak."""
+    ) -> Facts | None:
+        """The plan that was followed; None if it says nothing of a step like this."""
         followed = None if self._autocast.has_warned else plan()
         if followed is None or not followed.num_batches or followed.offloads:
-            return None, 0
+            return None
         if (followed.reserved_bytes is None) != (device_type == "cpu"):
-            return None, 0  # planned for another kind of device, with other ops
-        return followed.forward_bytes, followed.peak_bytes
+            return None  # planned for another kind of device, with other ops
+        return followed
+
+    def _room(self, device_type: str, plan: Callable[[], Facts | None]) -> Room | None:
+        """What the plan that was followed has room for; None if it does not say."""
+        followed = self._planned(device_type, plan)
+        if followed is None or followed.room_bytes is None:
+            return None
+        return Room(followed.room_bytes, followed.peak_bytes)
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._trains_inputs:

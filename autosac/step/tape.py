@@ -199,6 +199,21 @@ class Parameter:
     other_states: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossMemory:
+    """What a loss takes by its graph: see `loss_graphs.py`.
+
+    Attributes:
+        peak_bytes: Most bytes alive besides what the model made,
+        handed_bytes: and those of gradients as backward comes to the model.
+        most_of: Name of its autograd function of the largest tensors.
+    """
+
+    peak_bytes: int
+    handed_bytes: int
+    most_of: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tape:
     """One steady training step.
@@ -219,6 +234,7 @@ class Tape:
             workspaces of cuBLAS; known from `calibrate` on.
         parameters: The model's parameters, in the order of ``parameters()``.
         opaque: FQNs of modules that must not be run again, nor cut inside.
+        loss: What its loss takes; None if that is not known.
     """
 
     modules: ModuleTree
@@ -232,6 +248,7 @@ class Tape:
     library_bytes: tuple[int, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     opaque: frozenset[str] = frozenset()
+    loss: LossMemory | None = None
 
     @cached_property
     def forward_bytes(self) -> int | None:

@@ -17,6 +17,7 @@ class Attribution:
         stack: Modules that run, innermost last.
         last_backward: Module of the last backward op,
         function: and the autograd function that ran it, see `Op.function`.
+        first_loss_node: Number of the first autograd function of the loss.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -25,7 +26,7 @@ class Attribution:
         self.function = ""
         self._first_node = _compat_autograd.next_sequence_nr()
         self._of_node: dict[int, int] = {}
-        self._first_loss_node = 0
+        self.first_loss_node = 0
         self._of_parameter: dict[int, int] = {}
         for index, module in enumerate(model.modules()):
             for _, parameter in module.named_parameters(recurse=False):
@@ -33,7 +34,7 @@ class Attribution:
 
     def begin_loss(self) -> None:
         """What runs from here on differentiates no op of the model itself."""
-        self._first_loss_node = _compat_autograd.next_sequence_nr()
+        self.first_loss_node = _compat_autograd.next_sequence_nr()
 
     def of_forward(self) -> int:
         """Module of a forward op that has just run."""
@@ -53,4 +54,4 @@ class Attribution:
             name = _compat_autograd.current_node().name()
             self.function = f"{name} {node - self._first_node}"
             self.last_backward = self._of_node.get(node, self.last_backward)
-        return self.last_backward, node is not None and node < self._first_loss_node
+        return self.last_backward, node is not None and node < self.first_loss_node

@@ -25,7 +25,8 @@ from autosac.fake_tensors.values import refuse_sparse, run_op
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step import source_lines
-from autosac.step.tape import Op, Storage, Tape
+from autosac.step.loss_graphs import loss_memory
+from autosac.step.tape import LossMemory, Op, Storage, Tape
 from autosac.tracing import untold
 from autosac.tracing.account import blas_storages
 from autosac.tracing.attribution import Attribution
@@ -95,6 +96,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         self.muted = self.answers_zero = False
         self.phase = "forward"
         self.phases: dict[str, int] = {}
+        self.loss: LossMemory | None = None
         self.ops: list[Op] = []
         self.calls: list[Call] = []
         self.running: list[Call] = []
@@ -138,6 +140,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         """Begin a phase of the step; backward begins at a loss."""
         if loss is not None:
             self.real_ops = RealOps(loss)
+            self.loss = loss_memory([loss.grad_fn], self.modules.first_loss_node)
         if phase == "loss":
             self.modules.begin_loss()
         self.phase = phase
@@ -171,6 +174,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
             phases=self.phases,
             num_ticks=end,
             device_type=self.target.type if self.target else self.device_type,
+            loss=self.loss,
         )
 
     # --- operators --------------------------------------------------------
