@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from autosac.checkpointing.after_steps import AfterSteps
 from autosac.checkpointing.stand_ins import is_in
 from autosac.pytrees import held_tensors
 from autosac.quantities import format_bytes
@@ -16,7 +16,6 @@ from autosac.step.arguments import warn
 from autosac.storages import storage_bytes
 
 _MOST_LOOKS = 2  # at an optimizer, which makes its state in its first step
-_MOST_OTHERS = 1000  # steps of optimizers of other models
 _LITTLE = 0.01  # of the parameters: so little is not said
 
 
@@ -34,35 +33,19 @@ class Counts(Protocol):
     def state_bytes(self) -> int: ...
 
 
-class OptimizerStates:
+class OptimizerStates(AfterSteps[Counts]):
     """Looks at the state of a model's optimizers after their first steps; warns once.
 
     Args:
         forward: Stands in for the model's ``forward``. A copy of it is not looked for.
     """
 
-    _all: ClassVar[list[OptimizerStates]] = []
-
     def __init__(self, forward: Counts) -> None:
-        for other in [one for one in self._all if one.forward() is None]:
-            other.close()
-        self.forward: weakref.ref[Counts] = weakref.ref(forward)
-        self.is_done = False
+        super().__init__(forward)
         self._looks: Counter[int] = Counter()
-        self._others_left = _MOST_OTHERS
         self._states: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
             weakref.WeakKeyDictionary()
         )
-        self._handle = register_optimizer_step_post_hook(self)
-        self._all.append(self)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-    def close(self) -> None:
-        """End it, where no optimizer goes through its hooks."""
-        self._handle.remove()
-        self._all.remove(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped, of this model or of another one."""
@@ -73,8 +56,7 @@ class OptimizerStates:
         parameters = {id(p): p for p in forward.module.parameters()}
         states = [s for p, s in optimizer.state.items() if id(p) in parameters]
         if not states:
-            self._others_left -= 1
-            self.is_done = not self._others_left
+            self._count_other()
             return
         self._looks[id(optimizer)] += 1
         device = next(iter(parameters.values())).device

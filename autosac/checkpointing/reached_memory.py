@@ -7,20 +7,18 @@ nothing is reset: only a step that rose above all before it tells.
 
 from __future__ import annotations
 
-import weakref
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from autosac import _compat_gpu
+from autosac.checkpointing.after_steps import AfterSteps
 from autosac.checkpointing.stand_ins import is_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 from autosac.storages import storage_bytes
 
 _MOST_LOOKS = 4  # at steps: the optimizer's state is there from the second on
-_MOST_OTHERS = 1000  # steps of optimizers of other models
 _LITTLE = 0.01  # of the budget: so little is not said
 
 
@@ -38,7 +36,7 @@ class Capped(Protocol):
     def budget_bytes(self) -> int | None: ...
 
 
-class ReachedMemory:
+class ReachedMemory(AfterSteps[Capped]):
     """Looks at a GPU's memory in the first steps of a planned model; warns once.
 
     What was there as the plan was applied and is not the model's, as other models are,
@@ -50,13 +48,8 @@ class ReachedMemory:
         device: The GPU that the model is on.
     """
 
-    _all: ClassVar[list[ReachedMemory]] = []
-
     def __init__(self, forward: Capped, device: torch.device) -> None:
-        for other in [one for one in self._all if one.forward() is None]:
-            other.close()
-        self.forward: weakref.ref[Capped] = weakref.ref(forward)
-        self.is_done = False
+        super().__init__(forward)
         self._device = device
         own = [*forward.module.parameters(), *forward.module.buffers()]
         own += [one.grad for one in own if one.is_leaf and one.grad is not None]
@@ -64,17 +57,7 @@ class ReachedMemory:
         own_bytes = storage_bytes(own, device=device)
         self._foreign_bytes = max(0, now_bytes - own_bytes)
         self._before_bytes: int | None = None
-        self._looks_left, self._others_left = _MOST_LOOKS, _MOST_OTHERS
-        self._handle = register_optimizer_step_post_hook(self)
-        self._all.append(self)
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
-
-    def close(self) -> None:
-        """End it, where no optimizer goes through its hooks."""
-        self._handle.remove()
-        self._all.remove(self)
+        self._looks_left = _MOST_LOOKS
 
     def begin(self) -> None:
         """A call of the model begins."""
@@ -90,8 +73,7 @@ class ReachedMemory:
         own = {id(parameter) for parameter in forward.module.parameters()}
         trained = (p for group in optimizer.param_groups for p in group["params"])
         if not is_in(forward) or not any(id(one) in own for one in trained):
-            self._others_left -= 1
-            self.is_done = not self._others_left
+            self._count_other()
             return
         self._looks_left -= 1
         self.is_done = not self._looks_left

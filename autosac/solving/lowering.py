@@ -48,7 +48,7 @@ def lower_peak(
         choice: Where to begin.
         most_ms: What it may take in all.
         enough_bytes: A true peak at which the search ends.
-        effort: How many times as many replays as usual may find nothing.
+        effort: How many times as many replays as usual it may take, and find nothing.
     """
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
     if not choice.keys() <= curve_of.keys():

@@ -23,8 +23,10 @@ _MOST_FUNCTIONS = 100_000
 _UNKNOWN = -1  # bytes of what has no plain sizes
 _VIEWS = (
     *("View", "UnsafeView", "ReshapeAlias", "Reshape", "T", "Transpose", "Permute"),
-    *("Unsqueeze", "Squeeze", "Alias", "Expand", "Unfold", "Clone", "Add", "Sub"),
-)  # whose gradient is that of their (first) argument, too
+    *("Unsqueeze", "Squeeze", "Alias", "Expand", "Unfold"),
+)
+# The gradient of their result is that of their (first) argument, too.
+_PASSING = (*_VIEWS, "Clone", "Add", "Sub")
 # What else functions make in backward, in tensors like their argument: on the way to
 # its gradient (FunctionsManual.cpp of torch 2.10 to 2.15), or inside of one kernel.
 _TEMPORARIES = {
@@ -180,7 +182,7 @@ class _Pass:
         views: dict[Hashable, _Value] = {
             one.number: one.values[0]
             for one in self.functions
-            if one.name in _VIEWS[:-3] and one.values
+            if one.name in _VIEWS and one.values
         }
         saved: dict[int, dict[_Value, int]] = {}
         for one in self.functions:
@@ -223,7 +225,7 @@ class _Pass:
         if one.name == "Sum":
             return incoming[0] if incoming else 0  # expanded
         is_whole = one.taken[place] == one.made[0] and not (place and one.name == "Sub")
-        return incoming[0] if incoming and one.name in _VIEWS and is_whole else None
+        return incoming[0] if incoming and one.name in _PASSING and is_whole else None
 
     def _make(self, nbytes: int) -> int:
         self.live_bytes += nbytes
