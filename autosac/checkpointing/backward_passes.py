@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autosac import _compat_autograd, _compat_dispatch
-from autosac.checkpointing.kept_outputs import Room, is_looked_at
+from autosac.checkpointing.kept_outputs import Headroom, is_looked_at
 from autosac.checkpointing.planned_loss import PlannedLoss
 from autosac.pytrees import tensors_in
 from autosac.step.arguments import warn
@@ -60,7 +60,7 @@ class BackwardPasses:
             " after each."
         )
 
-    def end(self, output: Any, planned: Callable[[], Room | None]) -> None:
+    def end(self, output: Any, planned: Callable[[], Headroom | None]) -> None:
         """Forward has returned its output.
 
         Args:

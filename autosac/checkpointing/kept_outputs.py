@@ -20,11 +20,11 @@ from autosac.step.arguments import warn
 _LITTLE = 0.01  # of the planned peak: so little is not said
 
 
-class Room(NamedTuple):
+class Headroom(NamedTuple):
     """What a plan says of memory beside its step.
 
     Attributes:
-        nbytes: See `Plan.room_bytes`,
+        nbytes: See `Plan.headroom_bytes`,
         peak_bytes: and its peak.
     """
 
@@ -86,7 +86,7 @@ class KeptOutputs:
             known = _addresses([*held, *tensors_in([*args, *kwargs.values()])])
             self._left = [o for o in self._outputs if o.storage.cdata not in known]
 
-    def end(self, output: Any, planned: Callable[[], Room | None]) -> None:
+    def end(self, output: Any, planned: Callable[[], Headroom | None]) -> None:
         """Forward has returned its output.
 
         Args:
@@ -111,7 +111,7 @@ class KeptOutputs:
                 nbytes = tensor.untyped_storage().nbytes()
                 self._outputs.append(_Output(self._num_calls, storage, nbytes))
 
-    def _over_bytes(self, room: Room) -> int:
+    def _over_bytes(self, room: Headroom) -> int:
         """What is there besides that the plan has no room for."""
         last = self._num_calls - 1
         last_bytes = sum(one.nbytes for one in self._left if one.number == last)

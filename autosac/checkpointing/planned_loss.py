@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autosac import _compat_autograd
-from autosac.checkpointing.kept_outputs import Room
+from autosac.checkpointing.kept_outputs import Headroom
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 from autosac.step.loss_graphs import loss_memory
@@ -22,7 +22,7 @@ class PlannedLoss:
         first: Number of the first autograd function that the model did not make.
     """
 
-    room: Room
+    room: Headroom
     first: int
 
     def look(self) -> bool:

@@ -14,7 +14,7 @@ from autosac.checkpointing.backend_flags import BackendFlags, flags_of
 from autosac.checkpointing.backward_passes import BackwardPasses
 from autosac.checkpointing.earlier_gradients import EarlierGradients
 from autosac.checkpointing.forward_results import ForwardResults
-from autosac.checkpointing.kept_outputs import KeptOutputs, Room
+from autosac.checkpointing.kept_outputs import Headroom, KeptOutputs
 from autosac.checkpointing.planned_autocast import PlannedAutocast
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
@@ -36,7 +36,7 @@ class Facts(Protocol):
         trains_inputs: Inputs of the model require gradients.
         backends: Settings of ``torch.backends`` that kernels depend on.
         forward_bytes: What ops of forward make, added up.
-        room_bytes: What a loss may take, or be kept besides: see `Plan.room_bytes`.
+        headroom_bytes: What a loss may take, or be kept besides: see `Plan`.
         peak_bytes: Its peak.
         num_batches: How many batches it was made for, 0 for one that is like them.
         offloads: It moves anything to far memory.
@@ -59,7 +59,7 @@ class Facts(Protocol):
     @property
     def forward_bytes(self) -> int | None: ...
     @property
-    def room_bytes(self) -> dict[str, int] | None: ...
+    def headroom_bytes(self) -> dict[str, int] | None: ...
     @property
     def peak_bytes(self) -> int: ...
     @property
@@ -179,12 +179,14 @@ class TrainingHabits:
             return None  # planned for another kind of device, with other ops
         return followed
 
-    def _room(self, device_type: str, plan: Callable[[], Facts | None]) -> Room | None:
+    def _room(
+        self, device_type: str, plan: Callable[[], Facts | None]
+    ) -> Headroom | None:
         """What the plan that was followed has room for; None if it does not say."""
         followed = self._planned(device_type, plan)
-        if followed is None or followed.room_bytes is None:
+        if followed is None or followed.headroom_bytes is None:
             return None
-        return Room(followed.room_bytes, followed.peak_bytes)
+        return Headroom(followed.headroom_bytes, followed.peak_bytes)
 
     def _look_at_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._trains_inputs:

@@ -19,8 +19,8 @@ from autosac.planning.choices import (
 )
 from autosac.planning.dry_running import confirm, leave_out, wants_dry_run
 from autosac.planning.eager_steps import times_of
+from autosac.planning.headroom import headroom_bytes
 from autosac.planning.plans import Plan
-from autosac.planning.room import room_bytes
 from autosac.planning.spelling import spell_out
 from autosac.profiles.mistakes import warn_of_other_formulas
 from autosac.profiles.profile import Profile
@@ -231,7 +231,7 @@ def _as_plan(
         far_state_bytes=profile.far_state_bytes,
         autocast=profile.autocast,
         forward_bytes=profile.forward_bytes,
-        room_bytes=room_bytes(profile, chosen),
+        headroom_bytes=headroom_bytes(profile, chosen),
         keeps_graph=any(one.used_again for one in profile.tape.saved),
         trains_inputs=profile.trains_inputs,
         backends=profile.backends,

@@ -56,7 +56,7 @@ class PlanData:
     finds_gradients: bool = False
     autocast: str | None = None
     forward_bytes: int | None = None
-    room_bytes: dict[str, int] | None = None
+    headroom_bytes: dict[str, int] | None = None
     keeps_graph: bool | None = None
     calls_again: bool | None = None
     trains_inputs: bool | None = None

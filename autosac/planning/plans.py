@@ -34,7 +34,7 @@ LARGE_GAP = 0.05  # worth a warning
 # Of a step, which older files do not tell.
 _LATER_FIELDS = (
     *("autocast", "forward_bytes", "keeps_graph", "calls_again", "trains_inputs"),
-    *("backends", "room_bytes"),
+    *("backends", "headroom_bytes"),
 )
 _MUCH_UNSTEADY = 0.1  # of the measured time
 
@@ -89,7 +89,7 @@ class Plan(PlanData, Summarized):
             none, None if it is not known.
         forward_bytes: What the ops of the model's forward make, added up; None if it is
             not known, or varies from step to step.
-        room_bytes: What its peak leaves to another loss, and the like: `room.py`.
+        headroom_bytes: What its peak leaves to another loss: see `headroom.py`.
         keeps_graph: Some backward pass of the step keeps its graph,
         calls_again: or it calls the model several times,
         trains_inputs: or inputs require gradients; None if that is not known.

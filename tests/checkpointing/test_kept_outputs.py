@@ -131,7 +131,7 @@ def test_the_latest_output_is_said_where_the_optimizer_has_the_peak(deletes):
         model, rows()[:4], loss_fn=loss_fn, optimizer=torch.optim.AdamW
     )
     plan = autosac.plan(profile, memory_budget=profile.baseline_peak_bytes)
-    assert plan.room_bytes["kept"] == 0
+    assert plan.headroom_bytes["kept"] == 0
     plan.apply(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -173,9 +173,9 @@ def test_accumulated_gradients_are_those_of_the_planned_loss():
 
 def test_where_room_is_there_nothing_is_said():
     plan = planned(summed)
-    room = {name: size + 2**20 for name, size in plan.room_bytes.items()}
-    silently(replace(plan, room_bytes=room).apply(Model()), cross_entropy)
-    silently(replace(plan, room_bytes=None).apply(Model()), cross_entropy)
+    room = {name: size + 2**20 for name, size in plan.headroom_bytes.items()}
+    silently(replace(plan, headroom_bytes=room).apply(Model()), cross_entropy)
+    silently(replace(plan, headroom_bytes=None).apply(Model()), cross_entropy)
 
 
 def test_a_copy_of_a_planned_model_is_looked_at_too():

@@ -144,7 +144,7 @@ class Policies:
     trains_inputs: None = None
     backends: None = None
     forward_bytes: None = None
-    room_bytes: None = None
+    headroom_bytes: None = None
     far_state_bytes: int = 1  # so that nobody asks what is counted of it
 
 

@@ -11,7 +11,7 @@ from autosac.units.policies import Policy
 from autosac.units.unit import Unit
 
 
-def room_bytes(
+def headroom_bytes(
     profile: TracedStep, chosen: Mapping[Unit, Policy]
 ) -> dict[str, int] | None:
     """Bytes that may be taken at some places of a step for the planned peak to hold.
