@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,7 +33,7 @@ from torch import nn
 import autosac
 from autosac.graphs.joint_graphs import JointGraph, joint_graph
 from autosac.graphs.plans import GraphPlanner
-from benchmarks.environment import MIB, environment
+from benchmarks.environment import MIB, cpu_s, environment
 from benchmarks.graph_plans import (
     Cell,
     graph_cell,
@@ -262,13 +261,13 @@ def run(work: Workload, graph: JointGraph) -> tuple[list[str], bool]:
         make_model(work), work.make_inputs(), loss_fn=work.loss_fn
     )
     profile = autosac.calibrate(profile, progress=False)
-    started = time.process_time()
+    started = cpu_s()
     try:
         planner.plan(1024)
         raise AssertionError("A plan of 1 KiB.")
     except autosac.InfeasibleBudgetError as error:
         floor_bytes = error.lowest_peak_bytes
-    refused_s = time.process_time() - started
+    refused_s = cpu_s() - started
     peak_bytes = planner.baseline_peak_bytes
     budgets = [floor_bytes, *(int(share * peak_bytes) for share in _SHARES)]
     rows = [

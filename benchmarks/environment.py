@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import time
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -24,6 +26,12 @@ def environment() -> dict[str, Any]:
         "transformers": package_version("transformers"),
         "torchvision": package_version("torchvision"),
     }
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process so far, and of its children that ended."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)  # MILPs may be solved there
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def package_version(name: str) -> str:

@@ -8,7 +8,6 @@ budgets, and their time stands by itself.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from autosac.cli.demo import GPT, next_token_loss
 from autosac.planning.make_plan import floor, make_plan
 from autosac.profiles.profile import Profile, profile
 from autosac.solvers.curves import fitting
-from benchmarks.environment import environment
+from benchmarks.environment import cpu_s, environment
 
 RESULT = Path(__file__).parent / "results" / "fitted_curves.md"
 SEGMENTS = (None, 1, 2, 3, 4)
@@ -69,10 +68,10 @@ def table(name: str, step: Profile) -> list[str]:
     lowest, baseline = floor(step), step.baseline_peak_bytes
     sizes = [len(curve.points.freed_bytes) for curve in step.formulation.curves]
     fitting.fit.cache_clear()
-    begin = time.process_time()
+    begin = cpu_s()
     for number in SEGMENTS[1:]:
         step.formulation.fitted(number)
-    fits_s = time.process_time() - begin
+    fits_s = cpu_s() - begin
     rows = [
         f"\n## {name}\n",
         f"{len(sizes)} candidates, {len({id(c) for c in step.formulation.curves})}"
@@ -85,9 +84,9 @@ def table(name: str, step: Profile) -> list[str]:
         budget = int(lowest + share * (baseline - lowest))
         for segments in SEGMENTS:
             copy = fresh(step)
-            begin = time.process_time()
+            begin = cpu_s()
             plan = make_plan(copy, budget, segments=segments, dry_run=False)
-            seconds = time.process_time() - begin
+            seconds = cpu_s() - begin
             rows.append(
                 f"| {share:.0%} | {segments or 'exact'} | {plan.recompute_ms:.3f}"
                 f" | {plan.bound_ms:.3f} | {seconds:.2f} |"

@@ -9,7 +9,6 @@ is what torchtitan's setting takes (`large_meshes`), whose blocks all recompute 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ import autosac
 from autosac.errors import InfeasibleBudgetError
 from autosac.pipelines.schedules import INTERLEAVED, ONE_F_ONE_B
 from autosac.quantities import format_bytes
-from benchmarks.environment import environment
+from benchmarks.environment import cpu_s, environment
 from benchmarks.large_meshes import (
     LENGTH,
     SETTINGS,
@@ -58,7 +57,7 @@ def planned(setting: Published, schedule: str, budget_bytes: int) -> tuple[str, 
     rows = setting.rows * setting.micro_batches * setting.fsdp
     tp = {"tp": setting.tp} if setting.tp > 1 else {}
     sequence = {"tp_plan": "sequence", "loss_parallel": True} if tp else {}
-    began = time.process_time()
+    began = cpu_s()
     try:
         plan = autosac.plan_pipeline(
             llama(setting.size),
@@ -81,7 +80,7 @@ def planned(setting: Published, schedule: str, budget_bytes: int) -> tuple[str, 
         step = f"takes {format_bytes(error.lowest_peak_bytes)}"
     else:
         step = f"{plan.step_ms / 1e3:.2f}"
-    return step, f"{time.process_time() - began:.0f}"
+    return step, f"{cpu_s() - began:.0f}"
 
 
 def rows() -> Iterator[str]:

@@ -17,7 +17,6 @@ as many blocks as `generate_split_points` gives them there.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,7 +48,7 @@ from autosac.pipelines.shared_sequences import context_of
 from autosac.simulation import allocator_steps
 from autosac.step.ledger import Ledger
 from autosac.units import curves
-from benchmarks.environment import environment
+from benchmarks.environment import cpu_s, environment
 from benchmarks.parallel_plans import GIB, LENGTH, SIZES
 from benchmarks.parallel_rules import (
     ALL_RECOMPUTED,
@@ -368,10 +367,10 @@ def _table(settings: Sequence[Published]) -> list[str]:
     """Lines of settings, fastest by measurement first, and whether they come so."""
     lines, throughputs = list(_HEADS), []
     for setting in settings:
-        began = time.process_time()
+        began = cpu_s()
         own = predicted(setting)
         throughputs.append(1e3 * setting.rank_tokens / own.step_ms)
-        line = _line(setting, own, throughputs[-1], time.process_time() - began)
+        line = _line(setting, own, throughputs[-1], cpu_s() - began)
         print(line, flush=True)
         lines.append(line)
     pairs = list(combinations(throughputs, 2))

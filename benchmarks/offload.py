@@ -19,7 +19,6 @@ import argparse
 import itertools
 import statistics
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -44,7 +43,7 @@ from autosac.units.curves import kept
 from autosac.units.far_units import FarUnit
 from benchmarks import offload_pipelines, offload_times
 from benchmarks.comparing.scale import FULL_LAYERS, gpt_of
-from benchmarks.environment import MIB, environment
+from benchmarks.environment import MIB, cpu_s, environment
 from benchmarks.models import zoo
 from benchmarks.offload_rules import LEAST_BYTES, every_input, every_saved
 from benchmarks.planning_time import profiled
@@ -267,9 +266,9 @@ def _planning_s(profile: Callable[[], autosac.Profile], offload: bool) -> list[f
     ]
     taken = []
     for job in jobs:
-        started = time.process_time()
+        started = cpu_s()
         job()
-        taken.append(time.process_time() - started)
+        taken.append(cpu_s() - started)
     return taken
 
 
@@ -286,9 +285,9 @@ def _parallel_rows(model: Any, tokens: Any, loss_fn: Any) -> Iterator[str]:
     peak = planned(memory_budget="100%").peak_bytes
     for share in (0.3, 0.5, 0.75):
         for offload in (False, True):
-            started = time.process_time()
+            started = cpu_s()
             plan = planned(memory_budget=int(share * peak), offload=offload)
-            taken = time.process_time() - started
+            taken = cpu_s() - started
             cells = [f"{share:.0%}", "yes" if offload else "no"]
             cells += [f"{plan.step_ms:.1f} ms", f"{plan.bound_ms:.1f} ms"]
             row = [*cells, f"{taken:.1f}"]

@@ -23,7 +23,7 @@ import torch
 import autosac
 from autosac.cli import demo
 from benchmarks.comparing.profiles import budget_at
-from benchmarks.environment import MIB
+from benchmarks.environment import MIB, cpu_s
 
 LAYERS, FULL_LAYERS = (8, 32), (126,)
 _SHARE, _NEXT_SHARE = 0.75, 0.7  # budgets over the baseline
@@ -44,9 +44,7 @@ class _Clock:
         self.last = self._now()
 
     def _now(self) -> tuple[float, float]:
-        children = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu = time.process_time() + children.ru_utime + children.ru_stime
-        return time.perf_counter(), cpu
+        return time.perf_counter(), cpu_s()
 
     def lap(self) -> dict[str, float]:
         before, self.last = self.last, self._now()

@@ -24,6 +24,7 @@ import torch
 
 import autosac
 from autosac.errors import AutosacError
+from benchmarks.environment import cpu_s
 from benchmarks.models import Workload, zoo
 from benchmarks.models.drawn import NotBuiltError, build
 from benchmarks.models.full_size import full_size
@@ -160,10 +161,10 @@ def _sentence(error: Exception) -> str:
 
 def _timed(do: Callable[[], _T]) -> tuple[_T, dict[str, float]]:
     """What something gives, and how long it took."""
-    cpu, wall = time.process_time(), time.perf_counter()
+    cpu, wall = cpu_s(), time.perf_counter()
     result = do()
     return result, {
-        "cpu": time.process_time() - cpu,
+        "cpu": cpu_s() - cpu,
         "wall": time.perf_counter() - wall,
     }
 

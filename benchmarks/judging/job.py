@@ -13,7 +13,6 @@ import os
 import random
 import re
 import resource
-import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from autosac.verification.verifying import (
     Verification,
     verify_each,
 )
+from benchmarks.environment import cpu_s
 from benchmarks.models.drawn import NotBuiltError, build_small
 from benchmarks.models.workload import Workload, on_device, profile_of
 
@@ -101,13 +101,13 @@ class _Notes:
         """A stretch of work, with its CPU time and its warnings."""
         self.record["phase"] = name
         self.write()
-        begun = time.process_time()
+        begun = cpu_s()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
                 yield
             finally:
-                spent = time.process_time() - begun
+                spent = cpu_s() - begun
                 before = self.record["cpu_s"].get(name, 0.0)
                 self.record["cpu_s"][name] = round(before + spent, 3)
                 self._keep(caught)

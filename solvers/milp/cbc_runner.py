@@ -14,8 +14,8 @@ from pulp import constants
 from .backend_answers import TERMINATIONS, Answer, Looks
 from .solution import Termination
 
-_CBC_BOUND = "Lower bound:"  # CBC prints it only if a gap is left
-_CBC_NODES = "Enumerated nodes:"
+_BOUND, _NODES = "Lower bound:", "Enumerated nodes:"
+_ROUNDED = 5e-4  # of a bound: CBC prints three decimals
 
 
 def run_cbc(
@@ -31,7 +31,7 @@ def run_cbc(
     with tempfile.TemporaryDirectory(prefix="autosac-cbc-") as folder:
         log = Path(folder, "cbc.log")
         solver = pulp.COIN_CMD(
-            path=_cbc_path(),
+            path=cbc_path(),
             msg=False,
             mip=not relaxed,
             logPath=str(log),
@@ -47,12 +47,18 @@ def run_cbc(
     is_infeasible = model.status == constants.LpStatusInfeasible
     if is_infeasible or (is_undefined and "nfeasible" in text):
         termination = Termination.INFEASIBLE
-    bound = _last_number(text, _CBC_BOUND)
-    if bound is not None:
-        bound += model.objective.constant
-    elif termination is Termination.OPTIMAL:
+    bound, num_nodes = told(text, model)
+    if bound is None and termination is Termination.OPTIMAL:
         bound = pulp.value(model.objective)
-    return termination, bound, int(_last_number(text, _CBC_NODES) or 0)
+    return termination, bound, num_nodes
+
+
+def told(log: str, model: pulp.LpProblem) -> tuple[float | None, int]:
+    """Bound and number of nodes in CBC's log; no bound if no gap is left."""
+    bound = _last_number(log, _BOUND)
+    if bound is not None:
+        bound += model.objective.constant - _ROUNDED
+    return bound, int(_last_number(log, _NODES) or 0)
 
 
 def _last_number(text: str, label: str) -> float | None:
@@ -61,15 +67,27 @@ def _last_number(text: str, label: str) -> float | None:
     return float(lines[-1].removeprefix(label)) if lines else None
 
 
-def _cbc_path() -> str:
+def cbc_path() -> str:
     """The CBC on the search path, else the one that PuLP 3 brings along."""
-    bundled = getattr(pulp, "PULP_CBC_CMD", None)
-    for candidate in ("cbc", getattr(bundled, "pulp_cbc_path", None)):
-        path = shutil.which(candidate) if candidate else None
-        if path:
-            return path
+    path = _found_cbc()
+    if path is not None:
+        return path
     raise FileNotFoundError(
         "`backend`='cbc' needs the CBC executable, and none was found. Put `cbc` on"
         " the search path (apt install coinor-cbc, brew install cbc), or use"
         " `backend`='highs'."
     )
+
+
+def has_cbc() -> bool:
+    """Whether there is a CBC to run."""
+    return _found_cbc() is not None
+
+
+def _found_cbc() -> str | None:
+    bundled = getattr(pulp, "PULP_CBC_CMD", None)
+    for candidate in ("cbc", getattr(bundled, "pulp_cbc_path", None)):
+        path = shutil.which(candidate) if candidate else None
+        if path:
+            return path
+    return None

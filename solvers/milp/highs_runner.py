@@ -64,28 +64,11 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
 
     def buildSolverModel(self, lp: pulp.LpProblem) -> None:
         """Pass columns and rows in arrays: one by one takes longer than most solves."""
-        variables, matrix = lp.variables(), matrix_of(lp)
-        passed = highspy.HighsLp()
-        passed.num_col_, passed.num_row_ = len(variables), len(matrix.rows)
-        self.passed = {id(v) for v in variables}
-        for i, v in enumerate(variables):
-            v.index = i
-        passed.col_cost_ = np.array([lp.objective.get(v, 0.0) for v in variables])
-        passed.col_lower_ = or_else(-math.inf, (v.lowBound for v in variables))
-        passed.col_upper_ = or_else(math.inf, (v.upBound for v in variables))
-        if self.mip:
-            kinds = highspy.HighsVarType
-            passed.integrality_ = [
-                kinds.kInteger if v.cat == pulp.LpInteger else kinds.kContinuous
-                for v in variables
-            ]
-        passed.row_lower_, passed.row_upper_ = matrix.bounds()
-        passed.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
-        passed.a_matrix_.start_ = matrix.starts
-        passed.a_matrix_.index_ = matrix.columns
-        passed.a_matrix_.value_ = matrix.coefficients
-        for i, constraint in enumerate(matrix.rows):
-            constraint.index = i
+        self.passed = {id(v) for v in lp.variables()}
+        for numbered in (lp.variables(), matrix_of(lp).rows):
+            for i, it in enumerate(numbered):
+                it.index = i
+        passed = as_highs_lp(lp, relaxed=not self.mip)
         if lp.solverModel.passModel(passed) == highspy.HighsStatus.kError:
             raise ArithmeticError(
                 f"HiGHS does not take {lp.name!r}: a coefficient of it is infinite or"
@@ -119,6 +102,28 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
                 raise
             return constants.LpStatusOptimal, constants.LpSolutionIntegerFeasible
         return pair
+
+
+def as_highs_lp(model: pulp.LpProblem, *, relaxed: bool) -> highspy.HighsLp:
+    """A model in HiGHS's arrays; of its objective without the constant."""
+    variables, matrix = model.variables(), matrix_of(model)
+    passed = highspy.HighsLp()
+    passed.num_col_, passed.num_row_ = len(variables), len(matrix.rows)
+    passed.col_cost_ = np.array([model.objective.get(v, 0.0) for v in variables])
+    passed.col_lower_ = or_else(-math.inf, (v.lowBound for v in variables))
+    passed.col_upper_ = or_else(math.inf, (v.upBound for v in variables))
+    if not relaxed:
+        kinds = highspy.HighsVarType
+        passed.integrality_ = [
+            kinds.kInteger if v.cat == pulp.LpInteger else kinds.kContinuous
+            for v in variables
+        ]
+    passed.row_lower_, passed.row_upper_ = matrix.bounds()
+    passed.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    passed.a_matrix_.start_ = matrix.starts
+    passed.a_matrix_.index_ = matrix.columns
+    passed.a_matrix_.value_ = matrix.coefficients
+    return passed
 
 
 def run_highs(

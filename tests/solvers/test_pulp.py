@@ -141,7 +141,7 @@ def test_a_time_limit_with_an_incumbent_is_feasible(backend):
     outcome = pulp_runner.run(model, backend=backend, time_limit_s=0.5)
 
     assert outcome.termination is Termination.FEASIBLE
-    assert 0.0 <= outcome.bound < pulp.value(model.objective)
+    assert -0.001 < outcome.bound < pulp.value(model.objective)  # of three decimals
 
 
 @both
@@ -329,6 +329,97 @@ def test_what_is_below_a_cutoff_is_found(backend):
 
     assert below.termination is Termination.OPTIMAL
     assert below.bound == pytest.approx(optimum)
+
+
+@pytest.fixture
+def any_size(monkeypatch):
+    """MILPs of any size may be given to CBC first."""
+    monkeypatch.setattr(pulp_runner, "_QUICK_ROOT", 0)
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("share", [0.9, 0.9999, 1.0001, 1.1, math.inf])
+def test_without_cuts_the_same_is_found_and_proven(share):
+    optimum = pulp_runner.run(_dear_cover()).bound
+    model = _dear_cover()
+
+    outcome = pulp_runner.run(model, quick_nodes=10_000, cutoff=share * optimum)
+
+    assert model.solver is None  # HiGHS was not run
+    if share < 1.0:
+        assert outcome.termination is Termination.INFEASIBLE
+    else:
+        assert outcome.termination is Termination.OPTIMAL
+        assert pulp.value(model.objective) == pytest.approx(optimum)
+        assert outcome.bound == pytest.approx(optimum, rel=1e-6)
+        assert outcome.bound <= optimum
+
+
+@pytest.mark.usefixtures("any_size")
+def test_without_cuts_a_gap_that_is_wide_enough_ends_a_search():
+    optimum = pulp_runner.run(_dear_cover()).bound
+    model = _dear_cover()
+
+    outcome = pulp_runner.run(model, quick_nodes=10_000, relative_gap=0.05)
+
+    assert outcome.termination is Termination.OPTIMAL
+    assert outcome.bound <= optimum <= pulp.value(model.objective)
+    assert pulp.value(model.objective) <= outcome.bound * 1.06
+
+
+@pytest.mark.usefixtures("any_size")
+def test_what_takes_more_nodes_without_cuts_is_left_to_highs():
+    alone = pulp_runner.run(_dear_cover())
+    model = _dear_cover()
+
+    outcome = pulp_runner.run(model, quick_nodes=5)
+
+    assert isinstance(model.solver, highs_runner.pulp.HiGHS)
+    assert outcome.termination is Termination.OPTIMAL
+    assert outcome.bound == pytest.approx(alone.bound)
+    assert outcome.work > alone.work  # that of both
+
+
+def _no_cbc(monkeypatch, tmp_path):
+    monkeypatch.setattr(cbc_runner.shutil, "which", lambda _: None)
+
+
+def _cbc_that_fails(monkeypatch, tmp_path):
+    program = tmp_path / "cbc"
+    program.write_text("#!/bin/sh\nexit 3\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(cbc_runner.shutil, "which", lambda _: str(program))
+
+
+def _cbc_of_another_machine(monkeypatch, tmp_path):
+    program = tmp_path / "cbc"
+    program.write_bytes(b"\x7fELF nothing that runs")
+    program.chmod(0o755)
+    monkeypatch.setattr(cbc_runner.shutil, "which", lambda _: str(program))
+
+
+def _cbc_that_breaks_rows(monkeypatch, tmp_path):
+    program = tmp_path / "cbc"
+    program.write_text(
+        "#!/bin/sh\nfor last; do true; done\n"
+        "echo 'Optimal - objective value 0' > $last\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setattr(cbc_runner.shutil, "which", lambda _: str(program))
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize(
+    "found", [_no_cbc, _cbc_that_fails, _cbc_of_another_machine, _cbc_that_breaks_rows]
+)
+def test_without_a_cbc_that_works_highs_solves_all(found, monkeypatch, tmp_path):
+    optimum = pulp_runner.run(_dear_cover()).bound
+    found(monkeypatch, tmp_path)
+
+    outcome = pulp_runner.run(_dear_cover(), quick_nodes=10_000)
+
+    assert outcome.termination is Termination.OPTIMAL
+    assert outcome.bound == pytest.approx(optimum)
 
 
 def test_looks_at_the_root_count_as_many_as_one_says():

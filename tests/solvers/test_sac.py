@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.solvers.curves import knapsack
+from autosac.solvers.milp import pulp_runner
 from autosac.solvers.milp.solution import Termination
 from autosac.solvers.sac import (
     Between,
@@ -588,6 +589,16 @@ def test_budgets_that_share_a_start_match_trying_every_choice(backend, most, num
 @given(problem=sac_problems(most=3))
 def test_cbc_matches_trying_every_choice(problem):
     solution = solve(problem, integral=True, relative_gap=0.0, backend="cbc")
+
+    assert violations(problem, solution) == ()
+    assert solution.recompute_ms == least_time(problem)
+
+
+@examples(8)
+@given(problem=sac_problems(most=3) | layered_problems())
+def test_milps_without_cuts_match_trying_every_choice(problem):
+    with patch.object(pulp_runner, "_QUICK_ROOT", 0):
+        solution = solve(problem, integral=True, relative_gap=0.0)
 
     assert violations(problem, solution) == ()
     assert solution.recompute_ms == least_time(problem)
