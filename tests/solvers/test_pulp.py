@@ -277,7 +277,7 @@ def test_a_limit_on_work_ends_a_solve_at_the_same_place_each_time(backend):
     half, whole, again = ends
     assert whole == again
     assert half[0] < 0.6 * whole[0]
-    assert 0.0 <= half[1] <= whole[1] < whole[2] <= half[2]
+    assert -0.001 < half[1] <= whole[1] < whole[2] <= half[2]  # of three decimals
 
 
 def test_a_solve_far_from_its_bound_may_do_more_work():
