@@ -9,6 +9,7 @@ import pytest
 
 from autosac.solvers.milp import cbc_runner, highs_runner, pulp_models, pulp_runner
 from autosac.solvers.milp.solution import Termination
+from tests.examples import seeds
 
 both = pytest.mark.parametrize("backend", ["highs", "cbc"])
 
@@ -353,6 +354,48 @@ def test_without_cuts_the_same_is_found_and_proven(share):
         assert pulp.value(model.objective) == pytest.approx(optimum)
         assert outcome.bound == pytest.approx(optimum, rel=1e-6)
         assert outcome.bound <= optimum
+
+
+def _drawn(seed):
+    """A MILP of whole and other numbers, some without a bound, some below 0."""
+    draw = random.Random(seed)
+    model = pulp.LpProblem("drawn", pulp.LpMinimize)
+    numbers = []
+    for i in range(12):
+        lowest, cat = draw.choice(
+            [(0, pulp.LpInteger), (-5, pulp.LpInteger), (0, pulp.LpContinuous)]
+        )
+        highest = draw.choice([None, 1, 7, 30])
+        numbers.append(model.add_variable(f"x{i:03d}", lowest, highest, cat))
+
+    def some(low, high):
+        return pulp_models.row((x, draw.uniform(low, high)) for x in numbers)
+
+    model.setObjective(some(1, 9) + draw.choice([0.0, -37.5, 12.0]))
+    for _ in range(4):
+        model += some(0.5, 4) >= draw.uniform(20, 200)
+    model += some(-2, 2) <= draw.choice([0.0, 3.0])
+    model += some(0, 2) <= 300.0
+    return model
+
+
+@pytest.mark.usefixtures("any_size")
+@seeds(24)
+def test_without_cuts_drawn_models_end_as_with_them(seed):
+    model, same = _drawn(seed), _drawn(seed)
+    expected = pulp_runner.run(model)
+
+    outcome = pulp_runner.run(same, quick_nodes=10_000)
+
+    assert same.solver is None  # HiGHS was not run
+    assert outcome.termination is expected.termination
+    if expected.termination is Termination.OPTIMAL:
+        optimum = pulp.value(model.objective)
+        assert pulp.value(same.objective) == pytest.approx(optimum, abs=1e-4)
+        assert outcome.bound <= optimum + 1e-6
+        few = optimum - 0.02 * abs(optimum)
+        below = pulp_runner.run(_drawn(seed), quick_nodes=10_000, cutoff=few)
+        assert below.termination is Termination.INFEASIBLE
 
 
 @pytest.mark.usefixtures("any_size")
