@@ -14,6 +14,7 @@ from autosac.solving.correcting import MOST_WORK, Search
 from autosac.solving.formulation import Formulation, formulate
 from autosac.solving.incumbents import Incumbents, recompute_ms
 from autosac.solving.moved_blocks import MovedBlocks
+from autosac.solving.one_by_one import PROVEN
 from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.solve_options import SolveOptions
 from autosac.solving.step_model import Floor, StepModel
@@ -28,7 +29,6 @@ _OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one,
 _OWN_WORK = MOST_WORK // 4  # and the work of all of them
 _OWN_MENDS = 6
 _WIDE_GAP = 0.05  # that is worth some seconds
-_PROVEN = 1 / 32  # of the gap asked for: closer to the bound nothing is to be gained
 _NEAR_FLOOR = 2**-7  # of the least peak
 _MANY_POINTS = 5000  # of a step with offload, whose least peak is then proven to
 _LARGE_FLOOR_GAP = 2**-10  # of it
@@ -108,7 +108,7 @@ class Chooser(StepModel):
         elif self._formulation.units:
             search.run()
             self._close_wide_gap(search)
-            is_proven = search.is_within(_PROVEN * options.relative_gap)
+            is_proven = search.is_within(PROVEN * options.relative_gap)
             if known and search.choice is known and not is_proven:
                 # Nothing is cheaper by more than the gap; by less, something may be.
                 search.offer(self.spend(known, budget_bytes))

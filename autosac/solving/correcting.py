@@ -24,7 +24,7 @@ from autosac.solvers import sac
 from autosac.solving.corrections import Rows
 from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import recompute_ms
-from autosac.solving.one_by_one import OneByOne
+from autosac.solving.one_by_one import PROVEN, OneByOne
 from autosac.solving.rules_of_thumb import Choice, FloatArray
 from autosac.solving.segmented import search_segments
 from autosac.solving.solve_options import SolveOptions
@@ -219,9 +219,9 @@ class Search:
     def look_one_by_one(self) -> None:
         """Look at what takes less than the best choice that fits, after `run`.
 
-        If the gap is not small, and a choice broke the budget.
+        If a gap is left, and a choice broke the budget.
         """
-        if self._lowest is None or self.is_within(_SMALL_GAP):
+        if self._lowest is None or self.is_within(PROVEN * self.options.relative_gap):
             return
         self._looking = self.chooser.one_by_one(
             self.budget_bytes, self._lowest, self.options, self.time_ms

@@ -24,7 +24,9 @@ _MOST_BLOCKS = 650_000  # of an allocator in all replays: likewise
 _FEWEST_REPLAYS = 8  # of a long step: where they are dear, few prove nothing
 _FIRST_SHARE = 1 / 32  # above the bound, at first
 _BISECTIONS = 3  # of a stretch in which there are too many
-_SMALL_GAP = 0.02  # to what was proven: closer nobody looks for a proof
+_SMALL_GAP = 0.02  # to what was proven: for a closer proof
+_LITTLE_EFFORT = 1 / 8  # of that, as some choice may be a little cheaper:
+PROVEN = 1 / 32  # until the gap is this part of what was asked for
 
 
 @dataclass(slots=True)
@@ -62,33 +64,41 @@ class OneByOne:
         Args:
             best_ms: Time of the best known one.
         """
-        minimal = self._look(best_ms, is_minimal=True)
-        if minimal is not None:
-            best_ms, _ = minimal
-        fitting = self._look(best_ms, is_minimal=False) or minimal
-        return None if fitting is None else fitting[1]
+        usual = () if best_ms - self.bound_ms <= _SMALL_GAP * best_ms else (1.0,)
+        fitting = None
+        for effort in (*usual, _LITTLE_EFFORT):
+            for is_minimal in (True, False):
+                gap = self.relative_gap if is_minimal else _SMALL_GAP
+                if effort < 1.0:
+                    gap = self.relative_gap * PROVEN
+                found = self._look(best_ms, gap, effort, is_minimal=is_minimal)
+                if found is not None:
+                    best_ms, fitting = found
+        return fitting
 
     def go_on(self, best_ms: float) -> Choice | None:
         """Likewise, from where `cheapest` ended, with as many replays again."""
-        fitting = self._look(best_ms, is_minimal=False)
-        return None if fitting is None else fitting[1]
+        found = self._look(best_ms, _SMALL_GAP, 1.0, is_minimal=False)
+        return None if found is None else found[1]
 
-    def _look(self, best_ms: float, *, is_minimal: bool) -> tuple[float, Choice] | None:
-        affordable = _MOST_BLOCKS // self.simulator.num_blocks
+    def _look(
+        self, best_ms: float, gap: float, effort: float, *, is_minimal: bool
+    ) -> tuple[float, Choice] | None:
+        affordable = int(effort * _MOST_BLOCKS) // self.simulator.num_blocks
         is_settled = self.enumeration.most_ms <= self.bound_ms
         if is_settled or affordable < _FEWEST_REPLAYS:
             return None
         self._replays_left = affordable
         most_looks = _MOST_PIECES // self.simulator.num_storages
-        self._looks_left = min(self.most_looks, most_looks)
-        self.enumeration.nodes_left = sac.MOST_NODES
-        return self._first_fitting(best_ms, is_minimal=is_minimal)
+        self._looks_left = int(effort * min(self.most_looks, most_looks))
+        self.enumeration.nodes_left = int(effort * sac.MOST_NODES)
+        return self._first_fitting(best_ms, gap, is_minimal=is_minimal)
 
     def _first_fitting(
-        self, best_ms: float, *, is_minimal: bool
+        self, best_ms: float, gap: float, *, is_minimal: bool
     ) -> tuple[float, Choice] | None:
         start_ms = self.bound_ms
-        for ms, parts in self._ascending(best_ms, is_minimal=is_minimal):
+        for ms, parts in self._ascending(best_ms, gap, is_minimal=is_minimal):
             if not is_minimal:  # then what takes less was looked at
                 self.bound_ms = max(start_ms, min(ms, best_ms))
             if not parts or parts in self._looked_at:
@@ -106,12 +116,10 @@ class OneByOne:
         return None
 
     def _ascending(
-        self, best_ms: float, *, is_minimal: bool
+        self, best_ms: float, gap: float, *, is_minimal: bool
     ) -> Iterator[tuple[float, tuple[sac.Part, ...]]]:
         """Choices by their time, in stretches; after each no parts with its end."""
-        gap = max(self.relative_gap, 0.0 if is_minimal else _SMALL_GAP)
-        most_ms = best_ms * (1.0 - gap)
-        most_ms = min(most_ms, self.enumeration.most_ms)
+        most_ms = min(best_ms * (1.0 - gap), self.enumeration.most_ms)
         share, start_ms, done_ms = _FIRST_SHARE, self.bound_ms, 0.0
         unit_ms, bisections_left = start_ms or most_ms, _BISECTIONS
         while done_ms < most_ms:

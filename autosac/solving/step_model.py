@@ -129,7 +129,7 @@ class StepModel(ABC):
         """Choices that keep some rows and take less than a time."""
         enumeration = self._solver.enumeration(
             budget_bytes,
-            most_ms=best_ms * (1.0 - options.relative_gap),
+            most_ms=best_ms,
             raised_bytes=self._formulation.with_host(raised, budget_bytes),
             mixed_units=self._mixed_units,
         )
