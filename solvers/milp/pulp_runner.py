@@ -43,12 +43,14 @@ class Outcome:
         bound: Proven lower bound on the objective, in the unit of the model.
         solve_s: Wall-clock time.
         work: Of a MILP, see `run`: the same in every run.
+        num_nodes: Of a branch and bound without cuts that ended; 0 without one.
     """
 
     termination: Termination
     bound: float | None
     solve_s: float
     work: int = 0
+    num_nodes: int = 0
 
 
 def run(
@@ -150,6 +152,7 @@ def run(
                 bound=None if quick.bound is None else min(quick.bound, cutoff),
                 solve_s=time.perf_counter() - started,
                 work=spent,
+                num_nodes=quick.num_nodes,
             )
     runner = run_cbc
     if backend == "highs":
