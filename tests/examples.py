@@ -1,14 +1,14 @@
 """How many examples hypothesis draws.
 
-Two fifths of what is asked for, as all tests have ten minutes on two cores; without the
-slow tests, a tenth.
+Three tenths of what is asked for, as all tests have ten minutes on two cores; without
+the slow tests, a tenth.
 """
 
 import pytest
 from hypothesis import settings
 
 DEFAULT = 100
-_share = 0.4
+_share = 0.3
 
 
 def draw_fewer() -> None:
