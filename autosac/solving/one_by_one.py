@@ -68,7 +68,7 @@ class OneByOne:
         fitting = None
         for effort in (*usual, _LITTLE_EFFORT):
             for is_minimal in (True, False):
-                gap = self.relative_gap if is_minimal else _SMALL_GAP
+                gap = self.relative_gap if is_minimal else self._small_gap
                 if effort < 1.0:
                     gap = self.relative_gap * PROVEN
                 found = self._look(best_ms, gap, effort, is_minimal=is_minimal)
@@ -78,8 +78,12 @@ class OneByOne:
 
     def go_on(self, best_ms: float) -> Choice | None:
         """Likewise, from where `cheapest` ended, with as many replays again."""
-        found = self._look(best_ms, _SMALL_GAP, 1.0, is_minimal=False)
+        found = self._look(best_ms, self._small_gap, 1.0, is_minimal=False)
         return None if found is None else found[1]
+
+    @property
+    def _small_gap(self) -> float:
+        return max(self.relative_gap, _SMALL_GAP)
 
     def _look(
         self, best_ms: float, gap: float, effort: float, *, is_minimal: bool

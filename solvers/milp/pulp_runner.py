@@ -102,7 +102,8 @@ def run(
             proven than that there are no others. HiGHS then calls a MILP infeasible, or
             one that it happened to find optimal.
         quick_nodes: A MILP of HiGHS's is given to CBC first, without cuts, for so many
-            nodes: see `quick_cbc`. Where there is no CBC nothing is.
+            nodes: see `quick_cbc`. Small ones are not, nor with a time limit, nor where
+            there is no CBC. What it does counts as work, and no limit ends it.
 
     Returns:
         How it ended, the proven bound and the time it took.
@@ -139,7 +140,9 @@ def run(
         most_looks = Looks(_LOOKS_UNTIL_JUMPED, _LOOKS_UNTIL_JUMPED)
         options |= {"mip_heuristic_run_feasibility_jump": True, "random_seed": jump}
     spent = 0
-    if quick_nodes and at_root > _QUICK_ROOT and backend == "highs" and has_cbc():
+    is_usual = backend == "highs" and not relaxed and jump is None
+    is_large = at_root > _QUICK_ROOT and time_limit_s is None
+    if quick_nodes and is_usual and is_large and has_cbc():
         quick = run_quick_cbc(
             model, most_nodes=quick_nodes, relative_gap=relative_gap, cutoff=cutoff
         )

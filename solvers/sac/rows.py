@@ -61,7 +61,7 @@ class RowSearch:
         more_if_wide: Where the gap is wide (`highs_runner.WIDE_GAP`), a MILP may do so
             many times the work that was asked for,
         more_rounds_if_wide: and all of them so many times.
-        quick_nodes: See `pulp_runner.run`; none with a time limit.
+        quick_nodes: See `pulp_runner.run`.
     """
 
     more_if_wide = 2.5  # what stops at less is often some rows from the optimum
@@ -161,7 +161,7 @@ class RowSearch:
             again=again,
             presolves=not relaxed,
             cutoff=math.inf if whole or relaxed else limit_ms * model.scale,
-            quick_nodes=0 if relaxed or left is not None else self.quick_nodes,
+            quick_nodes=self.quick_nodes,
         )
         if not relaxed:
             self.work += max(1, outcome.work)

@@ -65,7 +65,7 @@ class Search(RowSearch):
             duals of the relaxation.
     """
 
-    quick_nodes = 64  # of CBC without cuts: mostly enough, and 0.1 to 2 s
+    quick_nodes = 64  # of CBC without cuts: mostly enough
 
     def __init__(
         self,
