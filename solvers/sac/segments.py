@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -37,11 +37,16 @@ class Segments:
     share: _Floats
     times: _Floats
     along: _Floats
+    _cut: dict[tuple[bytes, float, tuple[int, ...]], list[list[int]]] = field(
+        default_factory=dict, repr=False
+    )
 
     def vertices(
         self, kept: _Ints, tolerance_ms: float, cuts: Collection[int] = ()
     ) -> list[list[int]]:
         """Cut some of the points into as few segments as a tolerance allows.
+
+        Many units have one curve: what was cut in the same way is known.
 
         Args:
             kept: Which points.
@@ -53,12 +58,16 @@ class Segments:
             Of each segment the points whose mixtures are below all others of it, its
             first and its last point among them.
         """
-        ends = kept.searchsorted(np.array(sorted(cuts), dtype=np.int64), side="right")
-        return [
-            part[vertices].tolist()
-            for part in np.split(kept, ends)
-            for vertices in _cut(self.along[part], self.times[part], tolerance_ms)
-        ]
+        last = tuple(sorted(cuts))
+        key = kept.tobytes(), tolerance_ms, last
+        if key not in self._cut:
+            ends = kept.searchsorted(np.array(last, dtype=np.int64), side="right")
+            self._cut[key] = [
+                part[vertices].tolist()
+                for part in np.split(kept, ends)
+                for vertices in _cut(self.along[part], self.times[part], tolerance_ms)
+            ]
+        return self._cut[key]
 
     def between(self, values: _Floats) -> _Floats:
         """Values at all points, given those at the points of the MILP."""
