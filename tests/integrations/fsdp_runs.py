@@ -158,7 +158,7 @@ def lightning(folder):
         saved = {name: whole(t) for name, t in loaded.state_dict().items()}
         return result(peaks, module, plan, memory_budget, saved=saved)
 
-    results = trainings(train, 0.9)  # the least peak is nearer
+    results = trainings(train, _FRACTION)
     results["plain"]["refused"] = _refused_by_lightning()
     return results
 
