@@ -31,6 +31,11 @@ def _limit_onednn():
 _limit_onednn()
 
 
+def pytest_addoption(parser):
+    told = "Run all cases of all tests, as `-m 'slow or not slow'` alone does not."
+    parser.addoption("--every-case", action="store_true", help=told)
+
+
 def pytest_configure(config):
     """Runs without slow tests draw fewer examples."""
     if config.getoption("numprocesses"):
@@ -38,6 +43,7 @@ def pytest_configure(config):
     gc.disable()  # until tests are collected: what imports make stays
     atexit.register(gc.unfreeze)  # so that what was frozen is not reported as leaked
     _share_cores()
+    _seed_what_is_there()
     from hypothesis import HealthCheck, settings
 
     from tests import examples
@@ -64,6 +70,15 @@ def _share_cores():
     torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
+def _seed_what_is_there():
+    """`torch.manual_seed` takes ms to note where it was called for devices to come."""
+    import torch
+
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = lambda seed: None
+
+
 def pytest_collection_finish():
     """Garbage is collected from here on, not among what imports have made."""
     gc.freeze()
@@ -71,21 +86,27 @@ def pytest_collection_finish():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Of a test that is `slow_but_first`, all cases but the first are slow.
 
     Of one that is `slow_but_fifth`, four of five are, beginning with another one in
-    each such test.
+    each such test; half of these are left out unless `--every-case` is given.
     """
     names = [item.nodeid.partition("[")[0] for item in items]
-    num_cases, seen = Counter(names), Counter()
+    num_cases, seen, left_out = Counter(names), Counter(), []
     for item, name in zip(items, names, strict=True):
         if item.get_closest_marker("slow_but_first") and seen[name]:
             item.add_marker("slow")
         first = crc32(name.encode()) % min(5, num_cases[name])
         if item.get_closest_marker("slow_but_fifth") and (seen[name] - first) % 5:
             item.add_marker("slow")
+            if (seen[name] - first) % 5 > 2:
+                left_out.append(item)
         seen[name] += 1
+    if left_out and not config.getoption("every_case"):
+        config.hook.pytest_deselected(items=left_out)
+        gone = set(map(id, left_out))
+        items[:] = [item for item in items if id(item) not in gone]
 
 
 @pytest.fixture(scope="module", autouse=True)
