@@ -306,6 +306,34 @@ def test_a_choice_that_breaks_the_budget_by_a_block_moves_to_a_unit_that_is_alik
     assert recompute_ms(mended) == recompute_ms(choice) > 0
 
 
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("less", [2**12, 2**16, 2**20, 2**22, 2**24])
+@pytest.mark.parametrize("setting", ["h100", "cpu bf16", "h100 bf16"])
+def test_a_mended_choice_costs_no_more_than_the_cheapest_single_move(setting, less):
+    step = _profile("wide gpt", setting).traced()
+    chooser, curves = step.chooser, step.formulation.curves
+    choice, _ = chooser.choose(_budgets(step)[4], SolveOptions())
+    budget = chooser.true_peak_bytes(choice) - less
+    before = step.simulator.num_replayed
+
+    mended = chooser.mend(choice, budget, math.inf)
+
+    assert step.simulator.num_replayed - before <= 26
+    mended_ms = math.inf
+    if mended is not None:
+        mended = chooser.spend(mended, budget)
+        assert chooser.true_peak_bytes(mended) <= budget
+        mended_ms = recompute_ms(mended)
+    front_of = {u: c.front for u, c in zip(step.formulation.units, curves, strict=True)}
+    singles = [
+        {**choice, unit: policy_of(front_of[unit], i)}
+        for unit in choice
+        for i in range(len(front_of[unit]))
+    ]
+    fitting = [recompute_ms(c) for c in singles if chooser.fits(c, budget)]
+    assert mended_ms <= min(fitting, default=math.inf) * (1.0 + 1e-9)
+
+
 @pytest.mark.slow
 def test_a_search_in_the_blocks_of_a_plan_finds_a_cheaper_one_that_fits():
     chooser = _profile("wide gpt", "h100 bf16").traced().chooser

@@ -37,23 +37,22 @@ class LargeBlocks:
         units: Rounded size of each request.
 
     Attributes:
-        addresses: That of each request's block, -1 while it has none,
-        sizes: and the size of its last one.
         reserved: Size of all segments.
     """
 
     units: Sequence[int]
-    addresses: list[int] = field(init=False)
-    sizes: list[int] = field(init=False)
     reserved: int = 0
+    _starts: list[int] = field(init=False)  # of the block of each request,
+    _ends: list[int] = field(init=False)  # and where it ends
     _next_address: int = 0
     _free: list[int] = field(default_factory=list)
-    _size_at: dict[int, int] = field(default_factory=dict)  # of free blocks
-    _start_of: dict[int, int] = field(default_factory=dict)  # by where they end
+    _end_of: dict[int, int] = field(default_factory=dict)  # of free blocks, by address
+    _start_of: dict[int, int] = field(default_factory=dict)  # of what was free last,
+    # by where it ended: to be checked against `_end_of`
 
     def __post_init__(self) -> None:
-        self.addresses = [-1] * len(self.units)
-        self.sizes = [0] * len(self.units)
+        self._starts = [0] * len(self.units)
+        self._ends = [0] * len(self.units)
 
     @classmethod
     def of(cls, nbytes: IntArray) -> LargeBlocks:
@@ -74,46 +73,42 @@ class LargeBlocks:
         Returns:
             Bytes that each event adds to what is in use.
         """
-        units, addresses, sizes = self.units, self.addresses, self.sizes
-        free, size_at, start_of = self._free, self._size_at, self._start_of
-        changes = []
+        units, starts, ends = self.units, self._starts, self._ends
+        free, end_of, start_of = self._free, self._end_of, self._start_of
+        changes: list[int] = []
+        change = changes.append
         for event in events.tolist():
             if event >= 0:
                 size = units[event]
                 place = bisect_left(free, size << _SHIFT)
                 if place < len(free):
-                    block = free.pop(place)
-                    address, block = block & _ADDRESS, block >> _SHIFT
-                    end = address + block
-                    del size_at[address], start_of[end]
+                    start = free.pop(place) & _ADDRESS
+                    end = end_of.pop(start)
                 else:
-                    block = segment_bytes(size * _UNIT_BYTES) // _UNIT_BYTES
-                    address, end = self._next_address, self._next_address + block
+                    start = self._next_address
+                    end = start + segment_bytes(size * _UNIT_BYTES) // _UNIT_BYTES
                     self._next_address = end + 1
-                    self.reserved += block
-                if block - size > _MOST_LEFT_OVER:
-                    rest = address + size
+                    self.reserved += end - start
+                rest = start + size
+                if end - rest > _MOST_LEFT_OVER:
+                    end_of[rest] = end
                     start_of[end] = rest
-                    end, block = end - rest, size
-                    size_at[rest] = end
-                    insort(free, end << _SHIFT | rest)
-                addresses[event], sizes[event] = address, block
-                changes.append(block)
+                    insort(free, end - rest << _SHIFT | rest)
+                    end = rest
+                starts[event], ends[event] = start, end
+                change(end - start)
             else:
-                event = ~event
-                address, size = addresses[event], sizes[event]
-                addresses[event] = -1
-                end = address + size
-                changes.append(-size)
-                after = size_at.pop(end, 0)
+                start, end = starts[~event], ends[~event]
+                change(start - end)
+                after = end_of.pop(end, 0)
                 if after:
-                    del free[bisect_left(free, after << _SHIFT | end)]
-                    end += after
-                before = start_of.pop(address, -1)
-                if before >= 0:
-                    del free[bisect_left(free, (address - before) << _SHIFT | before)]
-                    address = before
-                size_at[address] = size = end - address
-                start_of[end] = address
-                insort(free, size << _SHIFT | address)
+                    del free[bisect_left(free, after - end << _SHIFT | end)]
+                    end = after
+                before = start_of.get(start, -1)
+                if end_of.get(before) == start:
+                    del free[bisect_left(free, start - before << _SHIFT | before)]
+                    start = before
+                end_of[start] = end
+                start_of[end] = start
+                insort(free, end - start << _SHIFT | start)
         return np.array(changes, dtype=np.int64) * _UNIT_BYTES

@@ -282,6 +282,9 @@ class Simulator:
             for step in steps
         ]
         peak_bytes = max(step.peak_bytes for step in steps)
+        if self.cap == "allocated":
+            key = self.cap, frozenset(chosen.items())
+            self._allocator_peaks.setdefault(key, peak_bytes)
         added_bytes = self.true_peak_bytes(chosen) - peak_bytes
         return Timeline(keys=keys, live_bytes=np.max(of_steps, axis=0) + added_bytes)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
 
@@ -17,7 +18,9 @@ import numpy as np
 
 from autosac.simulation.simulator import Simulator
 from autosac.solving.formulation import Formulation
+from autosac.solving.incumbents import recompute_ms
 from autosac.solving.rules_of_thumb import Choice
+from autosac.step.tape import IntArray
 from autosac.units import curves
 from autosac.units.policies import Policy
 from autosac.units.unit import Unit
@@ -29,11 +32,15 @@ _MOST_REPLAYS = 24  # of the allocator, some 10 ms each
 _MOST_BLOCKS = 400_000  # of an allocator in the last ones: a second
 _MOST_LOWERED = 64  # of these for a lower peak
 _ONE_BLOCK = 2**20  # what a block may have left over
-_NEIGHBOURS = 8  # of a unit's point on its curve
+_NEIGHBOURS = 8  # of a unit's point on its curve, ever farther
+_MOST_TOPS = 128  # instants of a step that are above a budget
 
 
 class _Move(NamedTuple):
+    """A slower point of a chosen unit; what it costs and frees beside its own."""
+
     cost_ms: float
+    freed_bytes: int
     unit: Unit
     policy: Policy
 
@@ -47,11 +54,11 @@ def mend(
     *,
     is_last: bool = False,
 ) -> Choice | None:
-    """Move one unit after the other to a slower point, until the true peak fits.
+    """Move units to slower points, until the true peak fits.
 
-    A greedy heuristic: next is the move that lowers the peak at the least time per
-    byte, among the cheapest ones. That is the true peak where the simulated one fits
-    already, which may be elsewhere.
+    A single move that is likely to be enough, the cheapest first; else several, by a
+    greedy heuristic: next is the one that lowers what is above the budget at the least
+    time per byte.
 
     Args:
         simulator: Says the peaks.
@@ -65,44 +72,118 @@ def mend(
         A choice that fits; None if none was found.
     """
     curve_of = dict(zip(formulation.units, formulation.curves, strict=True))
-    left = max(_FEWEST, _MOST_PIECES // simulator.num_storages)
     replays = simulator.num_replays(_MOST_REPLAYS)
     if is_last:
         replays = _MOST_BLOCKS // simulator.num_storages
-    peak_bytes = simulator.peak_bytes(choice)
     excess = simulator.true_peak_bytes(choice) - budget_bytes
-    if peak_bytes <= budget_bytes and 0 < excess <= _ONE_BLOCK:
+    if excess <= 0:
+        return dict(choice)
+    if simulator.peak_bytes(choice) <= budget_bytes and excess <= _ONE_BLOCK:
         for changed in islice(swapped(curve_of, choice), replays):
             may_fit = simulator.peak_bytes(changed) <= budget_bytes
             if may_fit and simulator.fits(changed, budget_bytes):
                 return changed
-    while (excess := simulator.true_peak_bytes(choice) - budget_bytes) > 0:
-        best: tuple[float, _Move, int] | None = None
-        for move in _moves(curve_of, choice, most_ms):
-            if left <= 0:
-                break
-            left -= 1
-            changed = {**choice, move.unit: move.policy}
-            changed_bytes = simulator.peak_bytes(changed)
-            lowered = peak_bytes - changed_bytes
-            if changed_bytes <= budget_bytes and replays > 0:
-                replays -= 1
-                if not simulator.fits(changed, budget_bytes + excess - 1):
-                    continue
-                over = simulator.true_peak_bytes(changed) - budget_bytes
-                if over <= 0:
-                    return changed
-                lowered = excess - over
-            if lowered > 0:
-                price = move.cost_ms / min(lowered, excess)
-                if best is None or price < best[0]:
-                    best = price, move, changed_bytes
-        if best is None:
-            return None
-        _, move, peak_bytes = best
-        choice = {**choice, move.unit: move.policy}
-        most_ms -= move.cost_ms
-    return choice
+    left = max(_FEWEST, _MOST_PIECES // simulator.num_storages)
+    most_ms += recompute_ms(choice)
+    while replays > 0:
+        room_ms = most_ms - recompute_ms(choice)
+        moves = _moves(curve_of, choice, room_ms, excess)[:left]
+        left -= len(moves)
+        likely = _likely(simulator, choice, moves, budget_bytes)
+        several = likely.several(room_ms)
+        alone = islice(likely.alone(), replays)
+        for changed in alone if several is None else (*alone, several):
+            replays -= 1
+            if simulator.fits(changed, budget_bytes):
+                return changed
+        if several is None:
+            break
+        choice, before = several, excess
+        excess = simulator.true_peak_bytes(choice) - budget_bytes
+        if excess >= before:
+            break
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Likely:
+    """What moves are likely to do where a choice is above a budget.
+
+    Attributes:
+        choice: The choice.
+        over: Its true memory above the budget at some instants, shape (k,).
+        moves: Moves, n of them.
+        added: What each adds there in the simulation, shape (n, k).
+    """
+
+    choice: Choice
+    over: IntArray
+    moves: Sequence[_Move]
+    added: IntArray
+
+    def alone(self) -> Iterator[Choice]:
+        """The choice after each move that is likely to do, the cheapest first."""
+        is_enough = (self.over + self.added <= 0).all(axis=1)
+        able = [self.moves[m] for m in np.flatnonzero(is_enough).tolist()]
+        for move in sorted(able, key=lambda move: move.cost_ms):
+            yield {**self.choice, move.unit: move.policy}
+
+    def several(self, most_ms: float) -> Choice | None:
+        """The choice after moves that are likely to be enough together, if any are.
+
+        Args:
+            most_ms: What they may add to its time.
+        """
+        over, added = self.over, self.added.copy()
+        costs = np.array([move.cost_ms for move in self.moves])
+        names = np.array([id(move.unit) for move in self.moves])
+        moved = dict(self.choice)
+        while (over > 0).any():
+            left = np.maximum(over + added, 0).sum(axis=1)
+            lowered = np.maximum(over, 0).sum() - left
+            able = (lowered > 0) & (costs <= most_ms)
+            if not able.any():
+                return None
+            best = int(np.where(able, costs / np.maximum(lowered, 1), np.inf).argmin())
+            moved[self.moves[best].unit] = self.moves[best].policy
+            over, most_ms = over + added[best], most_ms - costs[best]
+            # What else the unit may do is beside its new point.
+            own = names == names[best]
+            added[own] -= added[best].copy()
+            costs[own] -= costs[best]
+            costs[own & (costs <= 0.0)] = np.inf
+        return moved
+
+
+def _likely(
+    simulator: Simulator, choice: Choice, moves: Sequence[_Move], budget_bytes: int
+) -> _Likely:
+    """What moves are likely to do: see `_Likely`.
+
+    An allocator mostly hands out as many bytes less as the simulation has less alive.
+    Instants are the highest local maxima. Moves that raise the simulated peak count for
+    nothing.
+    """
+    true, simulated = simulator.true_timeline(choice), simulator.timeline(choice)
+    live = np.concatenate([[0], true.live_bytes, [0]])
+    is_top = (live[1:-1] >= live[:-2]) & (live[1:-1] > live[2:])
+    tops = np.flatnonzero(is_top & (true.live_bytes > budget_bytes))
+    order = np.argsort(-true.live_bytes[tops], kind="stable")
+    tops = tops[order[:_MOST_TOPS]]
+    keys, most_bytes = true.keys[tops], max(budget_bytes, simulated.peak_bytes)
+    able, added = [], []
+    for move in moves if len(keys) else ():
+        changed = simulator.timeline({**choice, move.unit: move.policy})
+        if changed.peak_bytes <= most_bytes:
+            able.append(move)
+            added.append(changed.at(keys) - simulated.at(keys))
+    shape = len(able), len(keys)
+    return _Likely(
+        choice=choice,
+        over=true.live_bytes[tops] - budget_bytes,
+        moves=able,
+        added=np.array(added, dtype=np.int64).reshape(shape),
+    )
 
 
 def lowered(
@@ -184,25 +265,32 @@ def _moves(
     curve_of: Mapping[Unit, curves.UnitCurve],
     choice: Mapping[Unit, Policy],
     most_ms: float,
+    enough_bytes: int,
 ) -> list[_Move]:
-    """Slower points of units that are chosen, the cheapest first."""
+    """Slower points of units that are chosen, those first that free bytes cheaply."""
     moves = [
-        _Move(cost_ms, unit, slower)
+        move
         for unit, policy in choice.items()
-        for cost_ms, slower in _slower(curve_of[unit], unit, policy)
-        if cost_ms < most_ms
+        for move in _slower(curve_of[unit], unit, policy)
+        if move.cost_ms < most_ms
     ]
-    return sorted(moves, key=lambda move: move.cost_ms)
+    return sorted(
+        moves, key=lambda move: move.cost_ms / min(move.freed_bytes, enough_bytes)
+    )
 
 
-def _slower(
-    curve: curves.UnitCurve, unit: Unit, policy: Policy
-) -> Iterator[tuple[float, Policy]]:
-    """What the next points of a curve cost beyond a unit's own, and their policies."""
+def _slower(curve: curves.UnitCurve, unit: Unit, policy: Policy) -> Iterator[_Move]:
+    """The next points of a curve, ever farther from a unit's own."""
     front = curve.front
     if front is None:
         return
-    own_ms = curves.recompute_ms(unit, policy)
+    own_ms, own_bytes = curves.recompute_ms(unit, policy), curves.kept(unit, policy)
     first = int(np.searchsorted(front.recompute_ms, own_ms * _MORE, side="right"))
-    for i in range(first, min(first + _NEIGHBOURS, len(front))):
-        yield float(front.recompute_ms[i]) - own_ms, curves.policy_of(front, i)
+    for k in range(_NEIGHBOURS):
+        i = first + 2**k - 1
+        if i >= len(front):
+            break
+        freed_bytes = own_bytes - int(front.saved_bytes[i])
+        if freed_bytes > 0:
+            cost_ms = float(front.recompute_ms[i]) - own_ms
+            yield _Move(cost_ms, freed_bytes, unit, curves.policy_of(front, i))

@@ -37,6 +37,11 @@ class Timeline:
         """Key of the first instant of the peak."""
         return int(self.keys[self.live_bytes.argmax()])
 
+    def at(self, keys: IntArray) -> IntArray:
+        """Bytes alive after all that happens at some instants, the first or later."""
+        live: IntArray = self.live_bytes[self.keys.searchsorted(keys, side="right") - 1]
+        return live
+
     def most_from(self, starts: IntArray) -> IntArray:
         """Most bytes alive from each of some ascending keys until the next one.
 
