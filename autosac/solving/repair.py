@@ -33,6 +33,7 @@ _MOST_BLOCKS = 400_000  # of an allocator in the last ones: a second
 _MOST_LOWERED = 64  # of these for a lower peak
 _ONE_BLOCK = 2**20  # what a block may have left over
 _NEIGHBOURS = 8  # of a unit's point on its curve, ever farther
+_MOST_UNLIKELY = 8  # moves that are replayed, of each choice
 _MOST_TOPS = 128  # instants of a step that are above a budget
 
 
@@ -91,7 +92,7 @@ def mend(
         left -= len(moves)
         likely = _likely(simulator, choice, moves, budget_bytes)
         several = likely.several(room_ms)
-        alone = islice(likely.alone(), replays)
+        alone = islice(likely.alone(_MOST_UNLIKELY), replays)
         for changed in alone if several is None else (*alone, several):
             replays -= 1
             if simulator.fits(changed, budget_bytes):
@@ -121,12 +122,23 @@ class _Likely:
     moves: Sequence[_Move]
     added: IntArray
 
-    def alone(self) -> Iterator[Choice]:
-        """The choice after each move that is likely to do, the cheapest first."""
-        is_enough = (self.over + self.added <= 0).all(axis=1)
-        able = [self.moves[m] for m in np.flatnonzero(is_enough).tolist()]
-        for move in sorted(able, key=lambda move: move.cost_ms):
-            yield {**self.choice, move.unit: move.policy}
+    def alone(self, most_unlikely: int) -> Iterator[Choice]:
+        """The choice after each move that is likely to do, the cheapest first.
+
+        Some that lower the memory there, but are not likely to do, are among them: an
+        allocator may come to hand out less than that.
+        """
+        over = self.over + self.added
+        highest = over.max(axis=1, initial=0)
+        is_enough: list[bool] = (highest <= 0).tolist()
+        is_lower = highest < self.over.max(initial=0)
+        able = np.flatnonzero(is_lower).tolist()
+        for m in sorted(able, key=lambda m: self.moves[m].cost_ms):
+            if not is_enough[m]:
+                most_unlikely -= 1
+            if is_enough[m] or most_unlikely >= 0:
+                move = self.moves[m]
+                yield {**self.choice, move.unit: move.policy}
 
     def several(self, most_ms: float) -> Choice | None:
         """The choice after moves that are likely to be enough together, if any are.
