@@ -47,8 +47,8 @@ class LargeBlocks:
     _next_address: int = 0
     _free: list[int] = field(default_factory=list)
     _end_of: dict[int, int] = field(default_factory=dict)  # of free blocks, by address
-    _start_of: dict[int, int] = field(default_factory=dict)  # of what was free last,
-    # by where it ended: to be checked against `_end_of`
+    # By where they end; of others, too, that were free: `_end_of` tells.
+    _start_of: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._starts = [0] * len(self.units)

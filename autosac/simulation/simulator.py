@@ -277,10 +277,8 @@ class Simulator:
             return self.timeline(chosen)
         steps = self.handed_out(chosen)
         keys = np.unique(np.concatenate([step.keys for step in steps]))
-        of_steps = [
-            step.nbytes[step.keys.searchsorted(keys, side="right") - 1]
-            for step in steps
-        ]
+        timelines = (Timeline(keys=s.keys, live_bytes=s.nbytes) for s in steps)
+        of_steps = [timeline.at(keys) for timeline in timelines]
         peak_bytes = max(step.peak_bytes for step in steps)
         if self.cap == "allocated":
             key = self.cap, frozenset(chosen.items())

@@ -33,7 +33,7 @@ _MOST_BLOCKS = 400_000  # of an allocator in the last ones: a second
 _MOST_LOWERED = 64  # of these for a lower peak
 _ONE_BLOCK = 2**20  # what a block may have left over
 _NEIGHBOURS = 8  # of a unit's point on its curve, ever farther
-_MOST_UNLIKELY = 8  # moves that are replayed, of each choice
+_MOST_UNLIKELY = 8  # moves that are replayed although they will hardly do
 _MOST_TOPS = 128  # instants of a step that are above a budget
 
 
@@ -90,9 +90,9 @@ def mend(
         room_ms = most_ms - recompute_ms(choice)
         moves = _moves(curve_of, choice, room_ms, excess)[:left]
         left -= len(moves)
-        likely = _likely(simulator, choice, moves, budget_bytes)
-        several = likely.several(room_ms)
-        alone = islice(likely.alone(_MOST_UNLIKELY), replays)
+        forecast = _forecast(simulator, choice, moves, budget_bytes)
+        several = forecast.several(room_ms)
+        alone = islice(forecast.alone(_MOST_UNLIKELY), replays)
         for changed in alone if several is None else (*alone, several):
             replays -= 1
             if simulator.fits(changed, budget_bytes):
@@ -107,7 +107,7 @@ def mend(
 
 
 @dataclass(frozen=True, slots=True)
-class _Likely:
+class _Forecast:
     """What moves are likely to do where a choice is above a budget.
 
     Attributes:
@@ -167,10 +167,10 @@ class _Likely:
         return moved
 
 
-def _likely(
+def _forecast(
     simulator: Simulator, choice: Choice, moves: Sequence[_Move], budget_bytes: int
-) -> _Likely:
-    """What moves are likely to do: see `_Likely`.
+) -> _Forecast:
+    """What moves are likely to do: see `_Forecast`.
 
     An allocator mostly hands out as many bytes less as the simulation has less alive.
     Instants are the highest local maxima. Moves that raise the simulated peak count for
@@ -190,7 +190,7 @@ def _likely(
             able.append(move)
             added.append(changed.at(keys) - simulated.at(keys))
     shape = len(able), len(keys)
-    return _Likely(
+    return _Forecast(
         choice=choice,
         over=true.live_bytes[tops] - budget_bytes,
         moves=able,

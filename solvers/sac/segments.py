@@ -20,6 +20,7 @@ from .problem import Unit
 
 _Floats = npt.NDArray[np.float64]
 _Ints = npt.NDArray[np.int64]
+_MOST_KNOWN = 1000  # ways to cut a curve, a KiB or two each
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Segments:
     share: _Floats
     times: _Floats
     along: _Floats
-    _cut: dict[tuple[bytes, float, tuple[int, ...]], list[list[int]]] = field(
+    _known: dict[tuple[bytes, float, tuple[int, ...]], list[list[int]]] = field(
         default_factory=dict, repr=False
     )
 
@@ -58,16 +59,22 @@ class Segments:
             Of each segment the points whose mixtures are below all others of it, its
             first and its last point among them.
         """
-        last = tuple(sorted(cuts))
-        key = kept.tobytes(), tolerance_ms, last
-        if key not in self._cut:
-            ends = kept.searchsorted(np.array(last, dtype=np.int64), side="right")
-            self._cut[key] = [
-                part[vertices].tolist()
-                for part in np.split(kept, ends)
-                for vertices in _cut(self.along[part], self.times[part], tolerance_ms)
-            ]
-        return self._cut[key]
+        key = kept.tobytes(), tolerance_ms, tuple(sorted(cuts))
+        if key not in self._known:
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            self._known[key] = self._cut_anew(kept, tolerance_ms, cuts)
+        return self._known[key]
+
+    def _cut_anew(
+        self, kept: _Ints, tolerance_ms: float, cuts: Collection[int]
+    ) -> list[list[int]]:
+        ends = kept.searchsorted(np.array(sorted(cuts), dtype=np.int64), side="right")
+        return [
+            part[vertices].tolist()
+            for part in np.split(kept, ends)
+            for vertices in _cut(self.along[part], self.times[part], tolerance_ms)
+        ]
 
     def between(self, values: _Floats) -> _Floats:
         """Values at all points, given those at the points of the MILP."""
