@@ -401,9 +401,14 @@ def _room(block: _Block) -> int:
     return room
 
 
+def least_block_bytes(nbytes: IntArray) -> IntArray:
+    """Size of the smallest blocks that requests can get; 0 for none."""
+    return -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+
+
 def small_block_bytes(nbytes: IntArray) -> IntArray:
     """Size of the blocks of small requests, likewise; 0 for none and for large ones."""
-    sizes = -(-nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+    sizes = least_block_bytes(nbytes)
     return np.where(sizes <= SMALL_BYTES, sizes, 0)
 
 

@@ -28,6 +28,10 @@ _FEW_MENDS = 4  # of a second search
 _OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one,
 _OWN_WORK = MOST_WORK // 4  # and the work of all of them
 _OWN_MENDS = 6
+_LEAST_WORK = MOST_WORK // 16  # of the search in the smallest blocks,
+_LEAST_MENDS = 4
+_LITTLE_LEFT = 1 / 64  # in blocks, of what a plan must free: hardly any is cheaper
+_FEW_POINTS = 2500  # whose numbers take half a second to work out
 _WIDE_GAP = 0.05  # that is worth some seconds
 _NEAR_FLOOR = 2**-7  # of the least peak
 _MANY_POINTS = 5000  # of a step with offload, whose least peak is then proven to
@@ -107,7 +111,12 @@ class Chooser(StepModel):
             search.run_on_segments(self._formulation)
         elif self._formulation.units:
             search.run()
-            self._close_wide_gap(search)
+            in_least_blocks = self._search_least_blocks(search)
+            if in_least_blocks and in_least_blocks.time_ms < search.bound_ms:
+                search = in_least_blocks  # whose bound holds
+                search.look_around(_WIDE_GAP)
+            else:
+                self._close_wide_gap(search)
             is_proven = search.is_within(PROVEN * options.relative_gap)
             if known and search.choice is known and not is_proven:
                 # Nothing is cheaper by more than the gap; by less, something may be.
@@ -121,6 +130,35 @@ class Chooser(StepModel):
             return None, 0.0
         self._incumbents.add(search.choice)
         return search.choice, search.bound_ms
+
+    @cached_property
+    def _in_least_blocks(self) -> Chooser:
+        """Chooser of the same step whose MILP takes blocks to be as small as can be."""
+        in_blocks, known = self._simulator.in_least_blocks, self._formulation
+        formulation = formulate(in_blocks, known.units, known.curves)
+        return Chooser(self._simulator, formulation, self._incumbents)
+
+    def _search_least_blocks(self, search: Search) -> Search | None:
+        """Search once more, in blocks so small that no choice that fits is missed.
+
+        None if that takes long, or where requests leave little of their blocks in the
+        plain step: under another plan they may leave less.
+        """
+        if self._usual is None or self._num_points > _FEW_POINTS:
+            return None
+        least = self._simulator.in_least_blocks.baseline.live_bytes
+        plain = self._simulator.in_blocks.baseline.live_bytes
+        is_above = plain > search.budget_bytes
+        left_bytes = int((plain - least)[is_above].max(initial=0))
+        to_free_bytes = self.true_peak_bytes({}) - search.budget_bytes
+        if left_bytes <= _LITTLE_LEFT * to_free_bytes:
+            return None
+        other = self._second_search(
+            self._in_least_blocks, search, _LEAST_WORK, _LEAST_MENDS
+        )
+        other.look_one_by_one(is_quick=True)
+        search.offer(other.choice)
+        return other
 
     @cached_property
     def _in_usual_blocks(self) -> Chooser | None:
@@ -208,10 +246,13 @@ class Chooser(StepModel):
         return self._predicted_floor[backend]
 
     @property
+    def _num_points(self) -> int:
+        return sum(len(curve.policies) for curve in self._formulation.curves)
+
+    @property
     def _floor_gap(self) -> float:
         """How close to its bound the least predicted peak must be proven to lie."""
-        num_points = sum(len(curve.policies) for curve in self._formulation.curves)
-        is_large = self._plain is not None and num_points > _MANY_POINTS
+        is_large = self._plain is not None and self._num_points > _MANY_POINTS
         return _LARGE_FLOOR_GAP if is_large else 0.0
 
     def _find_floor(self, backend: Backend) -> Floor:

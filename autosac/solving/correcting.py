@@ -216,10 +216,13 @@ class Search:
             return self._lowered
         return self.chooser.mend(self._lowered, self.budget_bytes, self.time_ms)
 
-    def look_one_by_one(self) -> None:
+    def look_one_by_one(self, *, is_quick: bool = False) -> None:
         """Look at what takes less than the best choice that fits, after `run`.
 
         If a gap is left, and a choice broke the budget.
+
+        Args:
+            is_quick: See `OneByOne.cheapest`.
         """
         if self._lowest is None or self.is_within(PROVEN * self.options.relative_gap):
             return
@@ -227,7 +230,7 @@ class Search:
             self.budget_bytes, self._lowest, self.options, self.time_ms
         )
         self._looking.bound_ms = self.bound_ms
-        self._offer_spent(self._looking.cheapest(self.time_ms))
+        self._offer_spent(self._looking.cheapest(self.time_ms, is_quick=is_quick))
         self.bound_ms = self._looking.bound_ms
 
     def look_on(self, gap: float) -> None:

@@ -55,7 +55,7 @@ class OneByOne:
     _looked_at: set[tuple[sac.Part, ...]] = field(default_factory=set)
     _too_many_ms: float = math.inf  # that take less
 
-    def cheapest(self, best_ms: float) -> Choice | None:
+    def cheapest(self, best_ms: float, *, is_quick: bool = False) -> Choice | None:
         """The first choice found that takes less than a time and fits.
 
         Those are looked at first of which no unit can be left out. They are few, and
@@ -63,8 +63,10 @@ class OneByOne:
 
         Args:
             best_ms: Time of the best known one.
+            is_quick: Take an eighth of the usual effort where the gap is large, too.
         """
-        usual = () if best_ms - self.bound_ms <= _SMALL_GAP * best_ms else (1.0,)
+        is_quick = is_quick or best_ms - self.bound_ms <= _SMALL_GAP * best_ms
+        usual = () if is_quick else (1.0,)
         fitting = None
         for effort in (*usual, _LITTLE_EFFORT):
             for is_minimal in (True, False):
