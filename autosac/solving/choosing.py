@@ -144,7 +144,8 @@ class Chooser(StepModel):
         None if that takes long, or where requests leave little of their blocks in the
         plain step: under another plan they may leave less.
         """
-        if self._usual is None or self._num_points > _FEW_POINTS:
+        is_long = self._num_points > _FEW_POINTS or search.work > MOST_WORK
+        if self._usual is None or is_long:
             return None
         least = self._simulator.in_least_blocks.baseline.live_bytes
         plain = self._simulator.in_blocks.baseline.live_bytes
