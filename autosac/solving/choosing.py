@@ -149,8 +149,7 @@ class Chooser(StepModel):
             return None
         least = self._simulator.in_least_blocks.baseline.live_bytes
         plain = self._simulator.in_blocks.baseline.live_bytes
-        is_above = plain > search.budget_bytes
-        left_bytes = int((plain - least)[is_above].max(initial=0))
+        left_bytes = int((plain - least).max())
         to_free_bytes = self.true_peak_bytes({}) - search.budget_bytes
         if left_bytes <= _LITTLE_LEFT * to_free_bytes:
             return None
