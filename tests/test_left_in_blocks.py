@@ -59,7 +59,7 @@ def choices_of(profile):
 
 # At some budgets of all of these the blocks of the plain step hide what is cheaper.
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("seed", [45, 7, 10, 21, 24, 29, 39, 44, 49, None])
+@pytest.mark.parametrize("seed", [45, 7, 8, 21, 24, 29, 39, 44, 49, None])
 def test_no_choice_that_fits_is_cheaper_or_below_the_bound(seed):
     profile = convolutional() if seed is None else dense(seed)
     replay = profile.simulator.true_peak_bytes
