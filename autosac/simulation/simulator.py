@@ -33,7 +33,7 @@ from autosac.simulation.allocator_steps import (
     handed_out,
     replay,
 )
-from autosac.simulation.caching_allocator import CachingAllocator, least_block_bytes
+from autosac.simulation.caching_allocator import CachingAllocator
 from autosac.simulation.reruns import Lifetimes, Reruns, Span, rows
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import CATEGORIES, IntArray, Tape
@@ -305,11 +305,6 @@ class Simulator:
         """
         plain, own = self.block_bytes({}), self.block_bytes(chosen)
         return self.resized(np.where(own > 0, own, plain))
-
-    @cached_property
-    def in_least_blocks(self) -> Simulator:
-        """Likewise, with blocks as small as they can be, whatever a plan does."""
-        return self.resized(least_block_bytes(self.requested_bytes))
 
     @cached_property
     def requested_bytes(self) -> IntArray:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 
+from autosac.simulation.caching_allocator import least_block_bytes
 from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solvers.milp.solution import Backend
@@ -90,7 +91,8 @@ class Chooser(StepModel):
 
         Returns:
             The choice, None if nothing fits; and no choice whose predicted peak fits
-            takes less than so many ms.
+            takes less than so many ms: in blocks of the plain step, or in the smallest
+            if the choice takes less than that.
         """
         if self.true_peak_bytes({}) <= budget_bytes:
             return {}, 0.0
@@ -131,12 +133,21 @@ class Chooser(StepModel):
         self._incumbents.add(search.choice)
         return search.choice, search.bound_ms
 
+    def _in_blocks(self, blocks: Simulator) -> Chooser:
+        """Chooser of the same step whose MILP takes blocks to be of other sizes."""
+        known = self._formulation
+        formulation = formulate(blocks, known.units, known.curves)
+        return Chooser(self._simulator, formulation, self._incumbents)
+
+    @cached_property
+    def _least_blocks(self) -> Simulator:
+        """The step in blocks as small as they can be, whatever a plan does."""
+        least_bytes = least_block_bytes(self._simulator.requested_bytes)
+        return self._simulator.resized(least_bytes)
+
     @cached_property
     def _in_least_blocks(self) -> Chooser:
-        """Chooser of the same step whose MILP takes blocks to be as small as can be."""
-        in_blocks, known = self._simulator.in_least_blocks, self._formulation
-        formulation = formulate(in_blocks, known.units, known.curves)
-        return Chooser(self._simulator, formulation, self._incumbents)
+        return self._in_blocks(self._least_blocks)
 
     def _search_least_blocks(self, search: Search) -> Search | None:
         """Search once more, in blocks so small that no choice that fits is missed.
@@ -147,7 +158,7 @@ class Chooser(StepModel):
         is_long = self._num_points > _FEW_POINTS or search.work > MOST_WORK
         if self._usual is None or is_long:
             return None
-        least = self._simulator.in_least_blocks.baseline.live_bytes
+        least = self._least_blocks.baseline.live_bytes
         plain = self._simulator.in_blocks.baseline.live_bytes
         left_bytes = int((plain - least).max())
         to_free_bytes = self.true_peak_bytes({}) - search.budget_bytes
@@ -195,10 +206,7 @@ class Chooser(StepModel):
             best = search.choice
             if best is None or search.is_within(_WIDE_GAP):
                 return False
-            known = self._formulation
-            in_blocks = self._simulator.in_blocks_of(best)
-            formulation = formulate(in_blocks, known.units, known.curves)
-            chooser = Chooser(self._simulator, formulation, self._incumbents)
+            chooser = self._in_blocks(self._simulator.in_blocks_of(best))
             other = self._second_search(chooser, search, work_left, _OWN_MENDS)
             work_left = other.work_left
             if search.choice is best:
