@@ -9,6 +9,7 @@ from torch import nn
 
 import autosac
 from autosac.simulation.caching_allocator import least_block_bytes
+from autosac.solving import choosing
 from autosac.solving.incumbents import recompute_ms
 
 WIDTHS = (300, 350, 420, 520, 640, 700, 900)  # of activations of 1 to 10 MiB
@@ -74,6 +75,30 @@ def test_no_choice_that_fits_is_cheaper_or_below_the_bound(seed):
         least_ms = min(ms for ms, peak_bytes in known if peak_bytes <= budget)
         assert plan.recompute_ms <= least_ms * (1 + 5e-3)
         assert plan.bound_ms <= least_ms * (1 + 1e-9)
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("seed", [7, 8, 21, 29, 44, 49])
+def test_a_bound_that_an_earlier_choice_beats_is_given_up(seed, monkeypatch):
+    # As in large steps, where nothing is searched for in the smallest blocks.
+    monkeypatch.setattr(choosing, "_FEW_POINTS", 0)
+    profile, alike = dense(seed), dense(seed)
+    known = sorted(choices_of(profile), key=recompute_ms)
+    floor, most_bytes = autosac.floor(profile), profile.simulator.true_peak_bytes({})
+    num_beaten = 0
+    for share in range(1, 5):
+        budget = floor + (most_bytes - floor) * share // 12
+        fitting = [c for c in known if profile.simulator.fits(c, budget)]
+        bound_ms = autosac.plan(alike, memory_budget=budget).bound_ms
+        beating = [c for c in fitting if recompute_ms(c) < bound_ms * (1 - 1e-6)]
+        if len(beating) > 1:
+            profile.chooser._incumbents.add(beating[-1])
+
+            plan = autosac.plan(profile, memory_budget=budget)
+
+            assert plan.bound_ms <= recompute_ms(fitting[0]) * (1 + 1e-6)
+            num_beaten += 1
+    assert num_beaten
 
 
 def test_no_plan_peaks_below_what_it_takes_in_the_smallest_blocks():

@@ -60,9 +60,9 @@ class Plan(PlanData, Summarized):
         bound_ms: Proven lower bound on `recompute_ms` over the candidate units and
             their Pareto-optimal save sets, in the MILP's memory model: on the CPU that
             of the tape, on a GPU with blocks as large as the allocator's in the plain
-            step (as small as they can be if a plan takes less than that bound), but
-            for choices that break the budget where they are replayed. Of a
-            streamed model no more than what is proven of all streaming.
+            step (as small as they can be if the plan would not fit in these, and
+            beats all that do), but for choices that break the budget where they are
+            replayed. Of a streamed model no more than what is proven of all streaming.
         composition: Bytes alive at the peak per category.
         device: Name of the device that times are for.
         calibrated: Times and workspaces were measured, not modelled.

@@ -92,7 +92,7 @@ class Chooser(StepModel):
         Returns:
             The choice, None if nothing fits; and no choice whose predicted peak fits
             takes less than so many ms: in blocks of the plain step, or in the smallest
-            if the choice takes less than that.
+            if the choice would not fit in those and nothing is known that beats it.
         """
         if self.true_peak_bytes({}) <= budget_bytes:
             return {}, 0.0
@@ -101,6 +101,7 @@ class Chooser(StepModel):
             return None, 0.0
         descends = self._usual is not None
         search = Search(self, budget_bytes, options, start, descends=descends)
+        in_least_blocks = None
         known = self._incumbents.cheapest(budget_bytes)
         search.offer(known)
         if self._plain is not None:
@@ -131,7 +132,30 @@ class Chooser(StepModel):
         if search.choice is None:
             return None, 0.0
         self._incumbents.add(search.choice)
-        return search.choice, search.bound_ms
+        return search.choice, self._bound_ms(search, in_least_blocks)
+
+    def _bound_ms(self, search: Search, in_least_blocks: Search | None) -> float:
+        """The bound of a search; in the smallest blocks if its choice refutes it."""
+        if search is in_least_blocks or not self._is_refuted(search):
+            return search.bound_ms
+        if in_least_blocks is not None:
+            return in_least_blocks.bound_ms
+        relaxed = replace(search.options, relative_gap=math.inf)
+        solution = self._in_least_blocks.solve(
+            search.budget_bytes, relaxed, most_ms=search.time_ms
+        )
+        return solution.bound_ms or 0.0
+
+    def _is_refuted(self, search: Search) -> bool:
+        """Whether the best choice breaks the MILP's rows, and beats all that keep them.
+
+        Others that break them may be cheaper still.
+        """
+        best = search.choice
+        if best is None or not search.is_within(search.options.relative_gap):
+            return False
+        in_blocks = self._simulator.in_blocks
+        return in_blocks.peak_bytes(best) > search.budget_bytes
 
     def _in_blocks(self, blocks: Simulator) -> Chooser:
         """Chooser of the same step whose MILP takes blocks to be of other sizes."""

@@ -193,7 +193,7 @@ class Search(RowSearch):
                 round_and_repair(self._table, budget_bytes, self._units, weights)
             )
             if not self._is_done():
-                most_ms = self._best * (1.0 - self._gap * _POLISHED)
+                most_ms = self._best * (1.0 - min(1.0, self._gap) * _POLISHED)
                 least = least_times(
                     self._table, solved, mixed=self._mixed, most_ms=most_ms
                 )
