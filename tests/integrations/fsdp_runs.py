@@ -158,7 +158,7 @@ def lightning(folder):
         saved = {name: whole(t) for name, t in loaded.state_dict().items()}
         return result(peaks, module, plan, memory_budget, saved=saved)
 
-    results = trainings(train, _FRACTION)
+    results = trainings(train)
     results["plain"]["refused"] = _refused_by_lightning()
     return results
 

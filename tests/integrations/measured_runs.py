@@ -4,15 +4,30 @@ import gc
 
 import torch
 
+from autosac.errors import InfeasibleBudgetError
 from benchmarks import allocator_shim as shim
 
 
-def trainings(train, fraction):
-    """A plain training, one with an ample budget, one with a fraction of its peak."""
+def trainings(train, fraction=None):
+    """A plain training, one with an ample budget, one with a fraction of its peak.
+
+    Or, without a fraction, with a hundredth more than the least feasible budget.
+    """
     results = {"plain": train(None), "ample": train("1GiB")}
-    highest_bytes = results["ample"]["plan"]["highest_bytes"]
-    results["planned"] = train(int(fraction * highest_bytes))
+    if fraction is None:
+        budget = 1.01 * _least_feasible(train)
+    else:
+        budget = fraction * results["ample"]["plan"]["highest_bytes"]
+    results["planned"] = train(int(budget))
     return results
+
+
+def _least_feasible(train):
+    try:
+        train("1MiB")
+    except InfeasibleBudgetError as error:
+        return error.lowest_peak_bytes
+    raise AssertionError("1 MiB is enough")
 
 
 def result(peaks, model, plan, memory_budget, **more):
