@@ -1,6 +1,6 @@
 """Plans for a GPU against every choice there is, of steps drawn by chance.
 
-    python -m benchmarks.exhaustive_choices [--draws 50] [--output DIR]
+    python -m benchmarks.exhaustive_choices [--draws 40] [--output DIR]
 
 Small steps, each from a seed, whose activations take 1 to 10 MiB: what requests leave
 of the allocator's blocks decides there what fits. Every choice of units that are not
@@ -141,18 +141,19 @@ def cells_of(profile: autosac.Profile) -> Iterator[Cell]:
         budget = floor_bytes + (plain_bytes - floor_bytes) * number // NUM_BUDGETS
         started = cpu_s()
         plan = autosac.plan(profile, memory_budget=budget, dry_run=False)
+        seconds = cpu_s() - started
         yield Cell(
             ms=plan.recompute_ms,
             bound_ms=plan.bound_ms,
             least_ms=min(ms for ms, peak_bytes in known if peak_bytes <= budget),
-            seconds=cpu_s() - started,
+            seconds=seconds,
         )
 
 
 def main() -> int:
     """Try all, and write the table as it comes."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=50)
+    parser.add_argument("--draws", type=int, default=40)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -187,6 +188,7 @@ def _row(name: str, cells: list[Cell]) -> str:
 def _page(cells: dict[str, list[Cell]], num_draws: int) -> Iterator[str]:
     where = ", ".join(f"{key} {value}" for key, value in environment().items())
     yield from ("# Plans for a GPU against every choice", "", where, "")
+    yield from (f"    python -m benchmarks.exhaustive_choices --draws {num_draws}", "")
     yield (
         f"{num_draws} steps of each kind, {NUM_BUDGETS} budgets each from the floor to"
         " the plain step's peak, for an H100, without autocast (a step in bf16 has too"

@@ -140,11 +140,9 @@ class Chooser(StepModel):
             return search.bound_ms
         if in_least_blocks is not None:
             return in_least_blocks.bound_ms
-        relaxed = replace(search.options, relative_gap=math.inf)
-        solution = self._in_least_blocks.solve(
-            search.budget_bytes, relaxed, most_ms=search.time_ms
+        return self._in_least_blocks.relaxed_ms(
+            search.budget_bytes, search.options, search.time_ms
         )
-        return solution.bound_ms or 0.0
 
     def _is_refuted(self, search: Search) -> bool:
         """Whether the best choice breaks the MILP's rows, and beats all that keep them.

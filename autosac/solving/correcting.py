@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -135,9 +135,9 @@ class Search:
             return self._understated
 
         search_segments(formulation, self.budget_bytes, self.options, attempt)
-        relaxed = replace(self.options, relative_gap=math.inf)
-        solution = self.chooser.solve(self.budget_bytes, relaxed)
-        self.bound_ms = solution.bound_ms or 0.0
+        self.bound_ms = self.chooser.relaxed_ms(
+            self.budget_bytes, self.options, self.time_ms
+        )
 
     def run(self) -> None:
         """Move the rows until nothing is left to gain."""

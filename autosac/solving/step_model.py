@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -207,6 +208,19 @@ class StepModel(ABC):
             rows=rows,
             finer=finer,
         )
+
+    def relaxed_ms(
+        self, budget_bytes: int, options: SolveOptions, most_ms: float
+    ) -> float:
+        """The bound of the MILP's relaxation, without branching; 0 without one.
+
+        Args:
+            budget_bytes: Cap on the predicted peak.
+            options: How to solve.
+            most_ms: Time of a known choice.
+        """
+        relaxed = replace(options, relative_gap=math.inf)
+        return self.solve(budget_bytes, relaxed, most_ms=most_ms).bound_ms or 0.0
 
     def decode(self, solution: sac.SacSolution) -> dict[Unit, Policy]:
         """Units and policies of a solution over exact points."""

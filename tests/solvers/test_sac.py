@@ -253,6 +253,14 @@ def test_without_time_the_relaxation_and_what_rounding_makes_of_it_are_left():
         assert solution.predicted_peak_bytes <= two.budget_bytes
 
 
+def test_that_nothing_can_be_rounded_is_no_proof_that_nothing_fits():
+    two = problem(unit("a", HALF_OR_ALL), unit("b", HALF_OR_ALL), budget=10)
+    with patch("autosac.solvers.sac.search.round_and_repair", return_value=None):
+        found = Solver(two).solve(two.budget_bytes, relative_gap=math.inf)
+    assert found.termination.has_incumbent
+    assert 0.0 < found.bound_ms <= least_time(two)
+
+
 @both
 def test_the_lowest_peak_weighs_what_is_freed_against_the_working_set(backend):
     # In full: 12 MiB at position 1, 10 + 7 at position 2. Half: 16 and 10 + 2.
