@@ -32,7 +32,7 @@ _limit_onednn()
 
 
 def pytest_addoption(parser):
-    told = "Run all cases of all tests, as `-m 'slow or not slow'` alone does not."
+    told = "Run the slowest tests, too, which `-m 'slow or not slow'` alone does not."
     parser.addoption("--every-case", action="store_true", help=told)
 
 
@@ -90,23 +90,32 @@ def pytest_collection_modifyitems(config, items):
     """Of a test that is `slow_but_first`, all cases but the first are slow.
 
     Of one that is `slow_but_fifth`, four of five are, beginning with another one in
-    each such test; half of these are left out unless `--every-case` is given.
+    each such test; half of these are among the slowest. So are all cases but the first
+    of a slow test that is `slowest_but_first`.
     """
     names = [item.nodeid.partition("[")[0] for item in items]
-    num_cases, seen, left_out = Counter(names), Counter(), []
+    num_cases, seen = Counter(names), Counter()
     for item, name in zip(items, names, strict=True):
         if item.get_closest_marker("slow_but_first") and seen[name]:
             item.add_marker("slow")
+        if item.get_closest_marker("slowest_but_first"):
+            item.add_marker("slowest" if seen[name] else "slow")
         first = crc32(name.encode()) % min(5, num_cases[name])
         if item.get_closest_marker("slow_but_fifth") and (seen[name] - first) % 5:
+            is_left = (seen[name] - first) % 5 > 2
+            item.add_marker("slowest" if is_left else "slow")
+        if item.get_closest_marker("slowest"):
             item.add_marker("slow")
-            if (seen[name] - first) % 5 > 2:
-                left_out.append(item)
         seen[name] += 1
-    if left_out and not config.getoption("every_case"):
-        config.hook.pytest_deselected(items=left_out)
-        gone = set(map(id, left_out))
-        items[:] = [item for item in items if id(item) not in gone]
+    if not config.getoption("every_case"):
+        _leave_out_slowest(config, items)
+
+
+def _leave_out_slowest(config, items):
+    slowest = [item for item in items if item.get_closest_marker("slowest")]
+    config.hook.pytest_deselected(items=slowest)
+    gone = set(map(id, slowest))
+    items[:] = [item for item in items if id(item) not in gone]
 
 
 @pytest.fixture(scope="module", autouse=True)

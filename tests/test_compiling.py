@@ -242,7 +242,7 @@ def test_real_peak_keeps_falling_budgets_and_every_bit_is_that_of_aot_eager(
     assert peaks[-1] < peaks[0]
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @torch._inductor.config.patch({"cpp.simdlen": 1, "cpp.vec_isa_ok": False})  # in a third
 def test_fused_graphs_keep_a_budget_with_the_same_gradients():
     kind = "two layers"

@@ -112,7 +112,7 @@ def test_real_peaks_are_the_predicted_ones_at_any_rate_and_bits_are_equal(
         assert_empties(plan.far_memory)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 def test_no_plan_is_dearer_than_without_or_for_less_memory(planner, budgets):
     before_ms = float("inf")
     for budget in budgets:
@@ -270,7 +270,7 @@ def memory_of(compiled):
     return plan.graph.far_memory
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("kind", ["dropout", "convolutions"])
 def test_compiled_steps_keep_budgets_below_the_floor_with_every_bit(kind):

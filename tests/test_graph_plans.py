@@ -343,7 +343,7 @@ class Recurrent(nn.Module):
         return self.head(self.layer(x)[0])
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_captured_as_plain_ops(kind, one_thread):
     torch.manual_seed(0)

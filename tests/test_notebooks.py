@@ -83,7 +83,7 @@ def _run(_, path, claims):
             shell.run_cell(source, store_history=True).raise_error()
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs_and_shows_what_holds(path):
     if path.stem == "8_pytorch_trackers" and not _KNOWS_DATASHEETS:

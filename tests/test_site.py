@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 _OURS = re.compile(r"python -m ((?:autosac|benchmarks|examples)[\w.]*\w)")
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_the_site_has_all_pages_and_no_broken_link(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--site-dir", tmp_path]
 

@@ -155,7 +155,7 @@ def test_a_batch_of_equal_layers_is_cut_to_two():
     assert left(torch.ones(1, 4)).shape == (1, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_a_process_for_each_model_and_none_for_what_is_done(tmp_path, capsys):
     pytest.importorskip("expecttest")  # of PyTorch's list of modules
     folders = ["--work", str(tmp_path / "work"), "--output", str(tmp_path)]

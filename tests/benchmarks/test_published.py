@@ -38,7 +38,7 @@ def test_every_series_has_a_model_a_gpu_and_a_source():
         assert batches == sorted(set(batches))
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("model", PICKED)
 def test_memory_grows_with_the_batch_as_was_published(model, tmp_path):
     first, last = predicted(model, tmp_path)["points"]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from benchmarks.rank_server import run_processes, run_ranks
 
-pytestmark = pytest.mark.slow  # a server takes seconds to start
+pytestmark = pytest.mark.slowest  # a server takes seconds to start
 
 seen = []
 

@@ -16,7 +16,7 @@ def validated(folder, *more):
     return code, record, (folder / "gpu_validation.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_gpu_validation_runs_on_a_tiny_model_without_a_gpu(tmp_path, one_thread):
     code, record, page = validated(tmp_path, "--models", "dit", "--budgets", "2")
 

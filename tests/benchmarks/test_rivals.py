@@ -248,7 +248,7 @@ def test_our_plan_at_a_rivals_peak_is_never_dearer(step_profile, every_rival):
     assert compared >= 10
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @needs_datasheets
 def test_pytorchs_chain_becomes_a_policy_that_does_what_it_chose(step_profile):
     chain = sac_milp.chain_of_step(

@@ -241,7 +241,7 @@ def traced_experts():
     return x, profile(model, x, loss_fn=_mean_square)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("share", [0.2, 0.6])
 def test_a_plan_leaves_room_for_other_draws(share):
     x, traced = traced_experts()

@@ -22,9 +22,9 @@ _HELD_BYTES = {  # by the loop beside the batch of the step
 }
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @needs_compiler
-@pytest.mark.parametrize("kind", ["huggingface", "lora", "lightning", "accelerate"])
+@pytest.mark.parametrize("kind", ["lora", "huggingface", "lightning", "accelerate"])
 def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
     needed = {"lora": "peft", "accelerate": "accelerate", "lightning": "lightning"}
     pytest.importorskip(needed.get(kind, "transformers"))

@@ -131,7 +131,7 @@ def silent(memory_budget, **options):
     return MemoryBudget(memory_budget, report=lambda text: None, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize(
     ("make_model", "options"),
     [
@@ -249,7 +249,7 @@ def test_a_budget_below_the_least_says_what_the_loop_keeps_besides(tmp_path):
     assert caught.value.budget_bytes == 2**20 < caught.value.lowest_peak_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_a_budget_below_the_least_says_what_the_largest_batch_needs(tmp_path):
     def longest(memory_budget):
         budget = silent(memory_budget, max_length=96)

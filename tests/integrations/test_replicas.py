@@ -25,7 +25,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @needs_compiler
 @pytest.mark.parametrize("kind", ["huggingface", "lora", "lightning", "accelerate"])
 def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):

@@ -340,7 +340,7 @@ def test_ranks_that_share_slices_have_the_same_part(profile_of_eight, rank):
     assert torch.equal(own, batch.chunk(2, 1)[rank // 2])
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_all_meshes_of_slices_and_parts_compete(profile_of_eight):
     plan = cpu_plan(profile_of_eight, "1GiB", mesh={"cp": None, "tp": None})
     assert plan.division.degree == 1  # everything fits: nothing is to be exchanged
@@ -423,7 +423,7 @@ def _attention_flops(profile):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 def test_a_rank_with_slices_and_a_part_does_a_share_of_both(method):
     # What ranks exchange for tensors is of a part of the sequence, and what they
@@ -485,7 +485,7 @@ def test_a_model_for_gpus_is_planned_on_the_meta_device(method):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")

@@ -162,7 +162,7 @@ def _hold_against_whole(rank, size):
         assert all(share <= 1e-5 for share in off.values()), (make, kind, off)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_shared_experts_train_as_whole_ones():
     run_ranks(_hold_against_whole, 4, 4)
 

@@ -225,7 +225,7 @@ def _hold_against_whole(rank, name):
         assert all(share <= 1e-5 for share in off.values()), (make, sequence, off)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_that_are_divided_by_found_styles_train_as_whole_ones(name):
     run_ranks(_hold_against_whole, 2, name)

@@ -74,7 +74,7 @@ def test_every_plan_keeps_its_budget_and_more_budget_helps(swept):
     assert plans[budgets[0]].policy and not plans[budgets[-1]].policy
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_asked_again_no_plan_is_slower_than_that_of_a_smaller_budget(swept):
     profile, budgets, _ = swept
 
@@ -165,7 +165,7 @@ def test_no_step_takes_less_than_the_bound_that_a_degree_is_given_up_by(swept):
             assert 0 < bound_ms <= search.best.milp_ms
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_a_degree_that_is_given_up_has_no_better_plan(swept):
     _, budgets, plans = swept
     for budget in budgets[::3]:
@@ -201,7 +201,7 @@ for budget in _budgets(profile)[1::5]:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_a_busy_machine_gets_the_plans_of_an_idle_one():
     alone, in_turns = alone_and_in_turns(_PLANS)
 

@@ -264,7 +264,7 @@ def test_real_ranks_with_shards_keep_cap_prediction_and_gradients(short_models):
     assert row.is_kept, row
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 def test_real_ranks_with_slices_keep_cap_prediction_and_gradients(
     short_models, monkeypatch
@@ -279,7 +279,7 @@ def test_real_ranks_with_slices_keep_cap_prediction_and_gradients(
     assert HOLDS_LESS or max(row.errors) < 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_a_mesh_is_chosen_with_a_divided_loss_too():
     open_ = {"mesh": {"pp": 2, "fsdp": None, "tp": 2}, "tp_plan": "tensor"}
     options = {"num_ranks": None, "num_micro_batches": None, "global_batch": 4}

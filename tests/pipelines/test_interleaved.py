@@ -188,7 +188,7 @@ def test_what_cannot_be_looped_is_said_in_a_sentence(options, error, message):
         plan(Model(), "1GiB", **{**LOOPED, **options})
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 def test_real_ranks_with_two_stages_keep_cap_prediction_and_gradients(short_models):
     name, mesh, kind = "LLAMA", {"fsdp": 2}, "bfloat16"

@@ -114,7 +114,7 @@ def test_stages_that_are_not_as_alike_as_taken_are_planned_one_by_one(monkeypatc
     assert own.step_ms <= expected.step_ms * 1.005
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.parametrize(
     ("name", "num_layers", "margin"), [("1F1B", 12, 1.005), (INTERLEAVED, 25, MARGIN)]
 )
@@ -148,7 +148,7 @@ def llama():
         return Llama(config)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_ways_to_divide_that_the_optimizer_cannot_step_on_are_left_out_and_said():
     model = llama()
     rows = torch.zeros(1, 16, dtype=torch.int64)

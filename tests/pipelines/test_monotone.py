@@ -99,7 +99,7 @@ def test_more_memory_bandwidth_or_gpus_is_never_slower():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.parametrize(
     ("num_layers", "num_gpus", "options"),
     [

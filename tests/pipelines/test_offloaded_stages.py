@@ -164,7 +164,7 @@ def step_ms(budget, **options):
     return own.step_ms
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.usefixtures("traced_in_test")
 @pytest.mark.parametrize(
     ("num_blocks", "names"),
@@ -299,7 +299,7 @@ def test_ranks_have_of_a_link_what_they_share():
     assert waits[0] < waits[1]
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
 def test_real_ranks_that_offload_keep_cap_prediction_and_gradients(short_models, name):

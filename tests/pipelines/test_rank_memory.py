@@ -48,7 +48,7 @@ MORE_JOBS = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize(
     "case",
     [*JOBS, *MORE_JOBS],

@@ -270,7 +270,7 @@ def test_the_cheapest_batch_wins_and_the_plan_says_what_lost():
     assert names == {"cp=2", "cp=4"}
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_no_mesh_with_parts_that_is_given_is_faster_than_the_one_that_is_chosen():
     options = {"num_ranks": None, "num_micro_batches": None, "global_batch": 8}
     open_ = {"pp": None, "fsdp": None, "cp": None}
@@ -315,7 +315,7 @@ def _step_ms(*args):
     return own.step_ms
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_more_memory_or_gpus_is_never_slower():
     with pytest.raises(InfeasibleBudgetError) as caught:
         on_gpus(1000)

@@ -33,7 +33,7 @@ MORE = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 @pytest.mark.parametrize(
     ("case", "share"),

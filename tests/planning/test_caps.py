@@ -36,7 +36,7 @@ def _language(**options):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("share", [0.5, 0.0])
 def test_a_reserved_cap_is_kept_by_what_is_reserved(traced, share):
     least = autosac.floor(traced, cap="reserved")

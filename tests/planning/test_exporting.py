@@ -125,7 +125,7 @@ def megatron_settings():
     return results
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_megatron_gets_the_fastest_flags_that_fit_with_their_own_peak():
     profile, settings = profiled(Megatron()), megatron_settings()
     floor, baseline = autosac.floor(profile), profile.baseline_peak_bytes

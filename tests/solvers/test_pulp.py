@@ -510,7 +510,7 @@ def test_a_solve_prints_nothing():
     assert ended.stdout == ended.stderr == ""
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_a_function_that_plans_first_leaves_no_model_behind():
     # PuLP keeps errors of its import, and with them frames of whoever imported it.
     script = (

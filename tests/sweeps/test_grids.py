@@ -435,7 +435,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_a_sweep_that_is_killed_goes_on(tmp_path):
     calls, folder = tmp_path / "calls", tmp_path / "cells"
     (tmp_path / "script.py").write_text(SCRIPT)

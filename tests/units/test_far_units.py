@@ -88,7 +88,7 @@ def test_the_next_call_hides_a_copy_out_and_its_backward_one_back(keeper):
     assert waits_ms(1, back_ms) == pytest.approx([back_ms, 3, back_ms + 1])
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("name", ["gpt", "convolutions", "list inputs", "tied weights"])
 def test_dry_runs_take_what_was_simulated(name):
     step = far_step(CASES[name])
