@@ -371,6 +371,28 @@ class Parametrized(Block):
         parametrize.register_parametrization(self.up, "weight", Doubled())
 
 
+class CastsWeights(Block):
+    """Casts a layer to another type for good when it is called first."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH, bias=False).bfloat16()
+
+    def forward(self, x):
+        hidden = x * torch.empty_like(x).uniform_(0.9, 1.1)
+        self.router = self.router.float()
+        weights = functional.softmax(self.router(hidden), dim=-1, dtype=torch.float32)
+        return super().forward(x * weights)
+
+
+class CastsWeightsUnderAutocast(CastsWeights):
+    """Likewise, and autocast casts what was cast."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.float16):
+            return super().forward(x)
+
+
 class Blocks(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -399,7 +421,7 @@ HABITS = (
     *(KeepsPlainTensors, ReplacesCache, GrowsBuffer, FakesQuantization, FillsQueue),
     *(Checkpointed, MarksDirty, KeepsGradient, IndexesByArray),
     *(Vectorized, Infers, Folds, Picks, Parametrized, CopiesPart),
-    *(Conjugates, Counts, CallsSkeleton),
+    *(Conjugates, Counts, CallsSkeleton, CastsWeights, CastsWeightsUnderAutocast),
 )
 
 
@@ -516,7 +538,9 @@ def test_a_function_that_marks_tensors_as_dirty_makes_no_unit():
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("block", [KeepsTable, KeepsLatest])
+@pytest.mark.parametrize(
+    "block", [KeepsTable, KeepsLatest, CastsWeights, CastsWeightsUnderAutocast]
+)
 def test_units_that_depart_find_containers_as_forward_did(block):
     case = of(block)
     model, plain = case.model(), case.model()

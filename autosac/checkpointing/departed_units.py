@@ -127,7 +127,10 @@ class RerunMode(_compat.PlainDispatchMode):
         self.calls = {call.place: call for call in self.record.calls}
         self.versions: dict[int, tuple[torch.Tensor, int]] = {}
         self.copies: dict[int, torch.Tensor] = {}
-        self.results: dict[int, tuple[int, Layout]] = {}
+        self.results: dict[int, tuple[int, Layout]] = {
+            id(kept): (key_of(kept.tensor), layout_of(kept.tensor))
+            for kept in filter(self._is_kept, record.saved.values())
+        }
         self._storages: dict[int, object] = {}
         self.memory = Memory()
         self.own: set[int] = set()
@@ -311,9 +314,7 @@ class RerunMode(_compat.PlainDispatchMode):
         """Place in forward of an op that runs now."""
         funcs = self.history.funcs
         for place in range(self.place, len(funcs)):
-            if funcs[place] is func and (
-                place == self.place or self._may_be(place, args, kwargs)
-            ):
+            if funcs[place] is func and self._may_be(place, args, kwargs):
                 self.place = place + 1
                 return place
             if not self._skips(place):
@@ -321,7 +322,12 @@ class RerunMode(_compat.PlainDispatchMode):
         raise self._error(f"runs {func}", "did not in forward at that place")
 
     def _may_be(self, place: int, args: Any, kwargs: Any) -> bool:
-        """Whether an op that runs now did so at a later place of forward."""
+        """Whether an op that runs now did so at some place of forward."""
+        if self.history.funcs[place] is _CAST:
+            if not self._is_cast_at(place, args, kwargs):
+                return False
+        if place == self.place:
+            return True
         if self.history.num_packed[place] != self.num_packed:
             return False  # what autograd saved of others is not made again
         call = self.calls.get(place)
@@ -334,7 +340,8 @@ class RerunMode(_compat.PlainDispatchMode):
         """
         if self.history.kept:
             return False
-        if self.history.actions[place] == VIEW:
+        is_view = self.history.actions[place] == VIEW
+        if is_view or self._is_kept(self.record.saved.get(place)):
             return True
         call = self.calls.get(place)
         if call is None:
@@ -350,15 +357,29 @@ class RerunMode(_compat.PlainDispatchMode):
         """Whether autocast had a tensor at hand in forward that it casts again now."""
         if func is not _CAST:
             return False
-        funcs, place = self.history.funcs, self.place
-        if place >= len(funcs) or funcs[place] is not func:
-            return True
+        for place in range(self.place, len(self.history.funcs)):
+            if self.history.funcs[place] is not func:
+                return True
+            if self._is_cast_at(place, args, kwargs):
+                return False
+            if self.history.kept:
+                return True  # for none is left out
+        return True
+
+    def _is_cast_at(self, place: int, args: Any, kwargs: Any) -> bool:
+        """Whether a cast is that of some place in forward."""
         if (call := self.calls.get(place)) is not None:
-            return not self._reads_the_same(call, args, kwargs)
+            return self._reads_the_same(call, args, kwargs)
         kept = self.record.saved.get(place)
-        if not isinstance(kept, Result) or kept.tensor is None:
-            return False
-        return bool(kept.tensor.shape != args[0].shape)
+        if not self._is_kept(kept):
+            return True
+        dtype = kwargs.get("dtype", args[0].dtype)
+        return bool((kept.tensor.shape, kept.tensor.dtype) == (args[0].shape, dtype))
+
+    @staticmethod
+    def _is_kept(saved: Any) -> bool:
+        """Whether what is known of an op is its only result, which is there."""
+        return isinstance(saved, Result) and saved.tensor is not None
 
     def _error(self, does: str, but: str) -> RuntimeError:
         return RuntimeError(

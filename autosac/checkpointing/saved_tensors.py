@@ -79,6 +79,7 @@ class Frame:
         self.record: Record = mode.record
         self.holders: list[weakref.ref[Holder]] = []
         self.is_over = False
+        self.waits = False  # to run again
         self._known = mode if isinstance(mode, KnownMode) else None
         self._keeps_arguments = type(source) is Kept
 
@@ -105,6 +106,7 @@ class Frame:
         finally:
             record.close()
         self.is_over = True
+        self.waits = True
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
@@ -143,8 +145,15 @@ class Frame:
             return False
         return self._keeps_arguments or self.record.number_of(tensor) is None
 
+    def prepare(self) -> None:
+        """Run again, if any tensor waits for it."""
+        self.waits = False
+        if any(ref() is not None for ref in self.holders):
+            self.run_again()
+
     def run_again(self) -> None:
         """Give all holders that are alive their tensors."""
+        self.waits = False
         is_last = self.is_over and not _compat_dispatch.keeps_graph()
         self.mode.paused = True
         try:
@@ -204,6 +213,8 @@ class Frame:
 def _unpack(holder: Holder | _Apart) -> torch.Tensor:
     if type(holder) is tuple:
         frame, tensor, version = holder
+        if frame.waits:  # The unit runs again at its first read, whatever that is of.
+            frame.prepare()
         if tensor._version != version:
             raise changed(tensor, version, frame.record.policy.fqn)
         return tensor

@@ -62,13 +62,25 @@ def register_outer(
         copied: What the copy held before these.
     """
     own, given = step.model, (step.args, step.kwargs)
-    recorder.register_copies(own.parameters(), model.parameters(), "parameter")
+    _register_parameters(recorder, own, model)
     _register_buffers(recorder, own, model, copied)
     _register_attributes(recorder, own, model, copied)
     recorder.register_copies(held_tensors(given), held_tensors(inputs), "input")
     if step.finds_gradients:
         _make_gradients(recorder, model)
         _register_gradients(recorder, step, model, optimizer)
+
+
+def _register_parameters(
+    recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module
+) -> None:
+    """Count parameters: copies of the user's, and those that an earlier step cast."""
+    pairs = list(zip(own.parameters(), model.parameters(), strict=True))
+    copies = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
+    originals, alike = zip(*copies, strict=True) if copies else ((), ())
+    recorder.register_copies(originals, alike, "parameter")
+    cast = (copy for original, copy in pairs if original.dtype != copy.dtype)
+    recorder.register(cast, "parameter")
 
 
 def _register_buffers(
