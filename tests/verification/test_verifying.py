@@ -1,6 +1,6 @@
 import math
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -199,6 +199,25 @@ def test_gradients_that_are_dropped_after_forward_count_in_it(accumulate):
     assert 0 <= planned.peak_bytes - found.measured_peak_bytes <= 16 * (accumulate - 1)
     dropped_before = check(planned, steps=3, accumulate=accumulate)
     assert dropped_before.measured_peak_bytes <= planned.peak_bytes
+
+
+def test_units_whose_ops_are_known_run_again_at_the_first_read_as_before():
+    how = {"gradients_in_forward": True}
+    traced = profile(make_model(), make_inputs(), optimizer=torch.optim.AdamW, **how)
+    calibrated = calibrate(traced)
+    cheap = ("aten.addmm.default", "aten.native_batch_norm.default")
+    op_ms = tuple(0.1 if op.name in cheap else 9.0 for op in calibrated.tape.ops)
+    costs = replace(calibrated.costs, op_ms=op_ms)
+    least, most = floor(calibrated), calibrated.baseline_peak_bytes
+    planned = plan(
+        replace(calibrated, costs=costs), memory_budget=least + (most - least) * 2 // 5
+    )
+    assert 0.0 < planned.policy["3"] < 1.0  # what its last ops read is saved
+
+    for steps in (1, 3):  # the first one finds out which ops run
+        found = check(planned, steps=steps, timing_rounds=0, **how)
+        assert found.identical
+    assert planned.peak_bytes == found.measured_peak_bytes
 
 
 @pytest.mark.slow
