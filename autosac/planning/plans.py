@@ -375,6 +375,13 @@ class Plan(PlanData, Summarized):
                 f"up to {gap} of the waiting may be avoidable, as far as its simple"
                 " bound can tell; plan with a little more memory",
             )
+        if self.device != "cpu":
+            return (
+                "warning",
+                f"up to {gap} of the recomputation may be avoidable, as far as a bound"
+                " can tell that does not know how full the allocator's blocks get;"
+                " plan with a little more memory",
+            )
         return (
             "warning",
             f"up to {gap} of the recomputation may be avoidable; plan with"
