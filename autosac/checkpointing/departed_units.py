@@ -128,8 +128,9 @@ class RerunMode(_compat.PlainDispatchMode):
         self.versions: dict[int, tuple[torch.Tensor, int]] = {}
         self.copies: dict[int, torch.Tensor] = {}
         self.results: dict[int, tuple[int, Layout]] = {
-            id(kept): (key_of(kept.tensor), layout_of(kept.tensor))
-            for kept in filter(self._is_kept, record.saved.values())
+            id(record.saved[place]): (key_of(kept), layout_of(kept))
+            for place in record.saved
+            if (kept := self._kept(place)) is not None
         }
         self._storages: dict[int, object] = {}
         self.memory = Memory()
@@ -323,9 +324,9 @@ class RerunMode(_compat.PlainDispatchMode):
 
     def _may_be(self, place: int, args: Any, kwargs: Any) -> bool:
         """Whether an op that runs now did so at some place of forward."""
-        if self.history.funcs[place] is _CAST:
-            if not self._is_cast_at(place, args, kwargs):
-                return False
+        is_cast = self.history.funcs[place] is _CAST
+        if is_cast and not self._is_cast_at(place, args, kwargs):
+            return False
         if place == self.place:
             return True
         if self.history.num_packed[place] != self.num_packed:
@@ -340,8 +341,7 @@ class RerunMode(_compat.PlainDispatchMode):
         """
         if self.history.kept:
             return False
-        is_view = self.history.actions[place] == VIEW
-        if is_view or self._is_kept(self.record.saved.get(place)):
+        if self.history.actions[place] == VIEW or self._kept(place) is not None:
             return True
         call = self.calls.get(place)
         if call is None:
@@ -370,16 +370,15 @@ class RerunMode(_compat.PlainDispatchMode):
         """Whether a cast is that of some place in forward."""
         if (call := self.calls.get(place)) is not None:
             return self._reads_the_same(call, args, kwargs)
-        kept = self.record.saved.get(place)
-        if not self._is_kept(kept):
+        if (kept := self._kept(place)) is None:
             return True
         dtype = kwargs.get("dtype", args[0].dtype)
-        return bool((kept.tensor.shape, kept.tensor.dtype) == (args[0].shape, dtype))
+        return bool((kept.shape, kept.dtype) == (args[0].shape, dtype))
 
-    @staticmethod
-    def _is_kept(saved: Any) -> bool:
-        """Whether what is known of an op is its only result, which is there."""
-        return isinstance(saved, Result) and saved.tensor is not None
+    def _kept(self, place: int) -> torch.Tensor | None:
+        """The only result of an op, if forward kept it."""
+        saved = self.record.saved.get(place)
+        return saved.tensor if isinstance(saved, Result) else None
 
     def _error(self, does: str, but: str) -> RuntimeError:
         return RuntimeError(
