@@ -393,6 +393,17 @@ class CastsWeightsUnderAutocast(CastsWeights):
             return super().forward(x)
 
 
+class Aligns(Block):
+    """Weighs itself with a loss whose kernel writes lengths past all ops."""
+
+    def forward(self, x):
+        scores = functional.log_softmax(self.up(x).view(4, ROWS, WIDTH), dim=-1)
+        targets = torch.arange(1, 1 + 2 * ROWS).view(ROWS, 2) % (WIDTH - 1) + 1
+        lengths = (4,) * ROWS, (1, 2) * (ROWS // 2)
+        loss = functional.ctc_loss(scores, targets, *lengths)
+        return super().forward(x * loss)
+
+
 class Blocks(nn.Module):
     def __init__(self, block):
         super().__init__()
@@ -422,6 +433,7 @@ HABITS = (
     *(Checkpointed, MarksDirty, KeepsGradient, IndexesByArray),
     *(Vectorized, Infers, Folds, Picks, Parametrized, CopiesPart),
     *(Conjugates, Counts, CallsSkeleton, CastsWeights, CastsWeightsUnderAutocast),
+    Aligns,
 )
 
 

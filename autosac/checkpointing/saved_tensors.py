@@ -59,9 +59,35 @@ class Holder(Part):
         return tensor if self.wrap is None else self.wrap(tensor)
 
 
-# What autograd keeps of a unit whatever is made again: the call, which lives as long as
-# any of it does, a tensor and its version.
-_Apart = tuple["Frame", torch.Tensor, int]
+class Apart:
+    """Stands in for a tensor that a unit keeps whatever is made again.
+
+    Attributes:
+        frame: The call of the unit, which lives as long as any of these does.
+        tensor: The tensor; None once backward has read it for the last time.
+        version: How often it had been changed.
+    """
+
+    __slots__ = ("frame", "tensor", "version")
+
+    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
+        self.frame, self.version = frame, tensor._version
+        self.tensor: torch.Tensor | None = tensor
+
+    def read(self) -> torch.Tensor:
+        """The tensor; the unit runs again at its first read, whatever that is of."""
+        frame, tensor = self.frame, self.tensor
+        if frame.waits:
+            frame.prepare()
+        if tensor is None:
+            raise gone(frame.record.policy.fqn)
+        if tensor._version != self.version:
+            raise changed(tensor, self.version, frame.record.policy.fqn)
+        if frame.is_last:
+            self.tensor = None
+        return tensor
+
+
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of such tensors
 
 
@@ -80,6 +106,7 @@ class Frame:
         self.holders: list[weakref.ref[Holder]] = []
         self.is_over = False
         self.waits = False  # to run again
+        self.is_last = False  # backward pass through it
         self._known = mode if isinstance(mode, KnownMode) else None
         self._keeps_arguments = type(source) is Kept
 
@@ -109,7 +136,7 @@ class Frame:
         self.waits = True
         return output
 
-    def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
+    def _pack(self, tensor: torch.Tensor) -> Holder | Apart:
         record = self.record
         known = self._known
         if (
@@ -125,7 +152,7 @@ class Frame:
                 known.switch()
             if not tensor.is_leaf:  # its graph may lead here
                 tensor = _compat_dispatch.detached_unseen(tensor)
-            return self, tensor, tensor._version
+            return Apart(self, tensor)
         holder = Holder()
         holder.wrap = None
         if type(tensor) not in _PLAIN:
@@ -146,15 +173,19 @@ class Frame:
         return self._keeps_arguments or self.record.number_of(tensor) is None
 
     def prepare(self) -> None:
-        """Run again, if any tensor waits for it."""
-        self.waits = False
+        """Backward begins to read: run again, if any tensor waits for it."""
         if any(ref() is not None for ref in self.holders):
             self.run_again()
+        else:
+            self._begin_backward()
+
+    def _begin_backward(self) -> None:
+        self.waits = False
+        self.is_last = self.is_over and not _compat_dispatch.keeps_graph()
 
     def run_again(self) -> None:
         """Give all holders that are alive their tensors."""
-        self.waits = False
-        is_last = self.is_over and not _compat_dispatch.keeps_graph()
+        self._begin_backward()
         self.mode.paused = True
         try:
             with _compat_dispatch.untransformed():
@@ -162,12 +193,12 @@ class Frame:
                 if self.record.is_exact:
                     handed = leaves(template, Handed)
                     given = [local(argument.tensor) for argument in handed]
-                    self._repeat(given, is_last=is_last)
+                    self._repeat(given, is_last=self.is_last)
                 else:
                     self._run_code(template)
         finally:
             self.mode.paused = False
-            if is_last:
+            if self.is_last:
                 self._forget()
 
     def _forget(self) -> None:
@@ -210,14 +241,9 @@ class Frame:
             )
 
 
-def _unpack(holder: Holder | _Apart) -> torch.Tensor:
-    if type(holder) is tuple:
-        frame, tensor, version = holder
-        if frame.waits:  # The unit runs again at its first read, whatever that is of.
-            frame.prepare()
-        if tensor._version != version:
-            raise changed(tensor, version, frame.record.policy.fqn)
-        return tensor
+def _unpack(holder: Holder | Apart) -> torch.Tensor:
+    if type(holder) is Apart:
+        return holder.read()
     assert isinstance(holder, Holder)
     if holder.tensor is None:
         holder.frame.run_again()
