@@ -50,6 +50,20 @@ NEVER_RERUN = frozenset(
     }
 )
 
+# Ops that leave memory as they find it: some op writes it next, or a kernel does past
+# all ops, as `ctc_loss` writes lengths that it is given as numbers (``at::tensor`` in
+# aten/src/ATen/native/LossCTC.cpp).
+_EMPTY = frozenset(
+    {
+        "aten.empty",
+        "aten.empty_like",
+        "aten.empty_permuted",
+        "aten.empty_strided",
+        "aten.new_empty",
+        "aten.new_empty_strided",
+    }
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -115,7 +129,23 @@ class TapeIndex:
         for call in tape.calls if self.opaque else ():
             if call.module in self.opaque:
                 fixed.update(self.ops_in(call.enter, call.exit))
-        return fixed
+        return fixed | self._filled_unseen()
+
+    def _filled_unseen(self) -> set[int]:
+        """Ops that make empty memory which the next op that computes reads."""
+        makers: dict[int, int] = {}  # by storage: of what no op has touched yet
+        found = set()
+        for i, op in enumerate(self.tape.ops):
+            if not (op.creates or op.writes):
+                continue  # a view
+            for storage in (*op.writes, *op.reads) if makers else ():
+                maker = makers.pop(storage, None)
+                if maker is not None and storage not in op.writes:
+                    found.add(maker)
+            if op.name.rpartition(".")[0] in _EMPTY:
+                sizes = self.tape.storages
+                makers.update((s, i) for s in op.creates if sizes[s].nbytes)
+        return found
 
     def ops_in(self, enter: int, leave: int) -> range:
         return range(bisect_left(self.starts, enter), bisect_left(self.starts, leave))
