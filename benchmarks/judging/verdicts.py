@@ -166,8 +166,10 @@ def page(whole: Record, draw: Draw = LIBRARIES) -> Iterator[str]:
     yield from _failures(records)
     yield from _refusals(records)
     yield from _lists(records)
+    days = Counter(record.get("date", "unknown")[:10] for record in records)
+    judged = ", ".join(f"{day}: {days[day]}" for day in sorted(days))
     where = ", ".join(f"{name} {value}" for name, value in whole["where"].items())
-    yield f"\n{where}.\n"
+    yield f"\nModels by the day of their run: {judged}. The last run: {where}.\n"
 
 
 def _by_source(records: list[Record], sources: Iterable[str]) -> Iterator[str]:
