@@ -59,35 +59,9 @@ class Holder(Part):
         return tensor if self.wrap is None else self.wrap(tensor)
 
 
-class Apart:
-    """Stands in for a tensor that a unit keeps whatever is made again.
-
-    Attributes:
-        frame: The call of the unit, which lives as long as any of these does.
-        tensor: The tensor; None once backward has read it for the last time.
-        version: How often it had been changed.
-    """
-
-    __slots__ = ("frame", "tensor", "version")
-
-    def __init__(self, frame: Frame, tensor: torch.Tensor) -> None:
-        self.frame, self.version = frame, tensor._version
-        self.tensor: torch.Tensor | None = tensor
-
-    def read(self) -> torch.Tensor:
-        """The tensor; the unit runs again at its first read, whatever that is of."""
-        frame, tensor = self.frame, self.tensor
-        if frame.waits:
-            frame.prepare()
-        if tensor is None:
-            raise gone(frame.record.policy.fqn)
-        if tensor._version != self.version:
-            raise changed(tensor, self.version, frame.record.policy.fqn)
-        if frame.is_last:
-            self.tensor = None
-        return tensor
-
-
+# What autograd keeps of a unit whatever is made again: the call, which lives as long as
+# any of it does, a tensor, None once it is read for the last time, and its version.
+_Apart = list[Any]  # not a class: there are many, and they cost the host time
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # types of such tensors
 
 
@@ -136,7 +110,7 @@ class Frame:
         self.waits = True
         return output
 
-    def _pack(self, tensor: torch.Tensor) -> Holder | Apart:
+    def _pack(self, tensor: torch.Tensor) -> Holder | _Apart:
         record = self.record
         known = self._known
         if (
@@ -152,7 +126,7 @@ class Frame:
                 known.switch()
             if not tensor.is_leaf:  # its graph may lead here
                 tensor = _compat_dispatch.detached_unseen(tensor)
-            return Apart(self, tensor)
+            return [self, tensor, tensor._version]
         holder = Holder()
         holder.wrap = None
         if type(tensor) not in _PLAIN:
@@ -241,9 +215,18 @@ class Frame:
             )
 
 
-def _unpack(holder: Holder | Apart) -> torch.Tensor:
-    if type(holder) is Apart:
-        return holder.read()
+def _unpack(holder: Holder | _Apart) -> torch.Tensor:
+    if type(holder) is list:
+        frame, tensor, version = holder
+        if frame.waits:
+            frame.prepare()
+        if tensor is None:
+            raise gone(frame.record.policy.fqn)
+        if tensor._version != version:
+            raise changed(tensor, version, frame.record.policy.fqn)
+        if frame.is_last:
+            holder[1] = None
+        return tensor  # type: ignore[no-any-return]
     assert isinstance(holder, Holder)
     if holder.tensor is None:
         holder.frame.run_again()
