@@ -11,6 +11,7 @@ from autosac.solvers.sac import Enumeration, SacProblem
 from autosac.solvers.sac.table import Table
 from autosac.solving import one_by_one
 from autosac.solving.one_by_one import PROVEN, OneByOne
+from tests.examples import examples
 from tests.solvers import oracles
 from tests.solvers.strategies import MIB
 from tests.solvers.test_enumeration import fitting, problems
@@ -149,6 +150,7 @@ def test_it_goes_on_where_it_ended(problem, seed):
         assert time_of(problem, choice) <= least_ms / (1 - GAP) * (1 + 1e-9)
 
 
+@examples(50)
 @example(problem=ONE_OF_THREE, seed=1)  # it is rarely drawn
 @given(problem=problems, seed=st.integers(0, 99))
 def test_the_bound_passes_nothing_that_replays_did_not_suffice_for(problem, seed):

@@ -308,7 +308,7 @@ def test_a_loss_that_needs_logits_is_not_said_to_be_chunked():
     assert all("chunked" not in row.cell["change"] for row in advice)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_smaller_batches_take_the_loss_of_their_own_targets():
     class Plain(Model):
         def forward(self, ids):
@@ -328,7 +328,7 @@ def test_smaller_batches_take_the_loss_of_their_own_targets():
     assert "2 micro-steps of 4" in without.not_simulated
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_a_language_model_of_transformers_is_advised_to_chunk_its_loss():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

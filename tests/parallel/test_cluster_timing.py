@@ -41,7 +41,7 @@ def _run_ranks(nodes, per_node, folder):
     return run_processes(_rank, nodes * per_node, nodes, per_node, folder)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_ranks_measure_their_links_and_agree(tmp_path):
     answers = _run_ranks(1, 2, tmp_path)
     asked = cluster_spec("pcie-l40s").fabric

@@ -427,7 +427,7 @@ def test_widths_that_products_of_groups_do_not_take_are_refused():
     assert cpu_plan(profile).tensor.has_whole_experts
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
 def test_real_ranks_keep_every_promise_wherever_tokens_go(short_models):

@@ -517,7 +517,7 @@ def test_two_gloo_ranks_peak_as_predicted_and_train_alike(traced):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_four_gloo_ranks_peak_as_predicted_and_train_alike(traced):
     blocks = [u for u in traced.units.candidates if u.fqn in BLOCKS]
     check_ranks(

@@ -107,7 +107,7 @@ def race_of(model, budget_bytes, num_micro_batches=4):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.usefixtures("traced_in_test")
 def test_no_other_cuts_of_stages_that_share_ranks_are_found_to_be_faster():
     lowest_bytes = race_of(Model(5), 1000).lowest().peak_bytes

@@ -326,7 +326,7 @@ def test_more_memory_or_gpus_is_never_slower():
     assert all(more <= less for less, more in pairwise(times)), times
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_no_micro_batch_takes_less_than_its_bound(monkeypatch):
     row_ms, shares = MeshSearch._own_row_ms, []
 

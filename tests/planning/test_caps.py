@@ -63,7 +63,7 @@ def test_the_same_budget_of_what_is_handed_out_may_reserve_more(traced):
     assert plan.peak_bytes <= budget < plan.reserved_bytes <= most
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_what_no_plan_can_reserve_is_refused_with_the_least_that_one_can(traced):
     least = autosac.floor(traced, cap="reserved")
     assert least > autosac.floor(traced)
@@ -74,7 +74,7 @@ def test_what_no_plan_can_reserve_is_refused_with_the_least_that_one_can(traced)
     assert caught.value.lowest_peak_bytes == least
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_more_to_reserve_never_costs_more(traced):
     rows = autosac.sweep(traced, n=4, cap="reserved").rows
 
