@@ -101,9 +101,9 @@ def pytest_collection_modifyitems(config, items):
         if item.get_closest_marker("slowest_but_first"):
             item.add_marker("slowest" if seen[name] else "slow")
         first = crc32(name.encode()) % min(5, num_cases[name])
-        if item.get_closest_marker("slow_but_fifth") and (seen[name] - first) % 5:
-            is_left = (seen[name] - first) % 5 > 2
-            item.add_marker("slowest" if is_left else "slow")
+        behind = (seen[name] - first) % 5
+        if item.get_closest_marker("slow_but_fifth") and behind:
+            item.add_marker("slowest" if behind > 2 else "slow")
         if item.get_closest_marker("slowest"):
             item.add_marker("slow")
         seen[name] += 1

@@ -62,7 +62,8 @@ def register_outer(
         copied: What the copy held before these.
     """
     own, given = step.model, (step.args, step.kwargs)
-    _register_parameters(recorder, own, model)
+    for pair in zip(own.parameters(), model.parameters(), strict=True):
+        _register(recorder, *pair, copied, "parameter")
     _register_buffers(recorder, own, model, copied)
     _register_attributes(recorder, own, model, copied)
     recorder.register_copies(held_tensors(given), held_tensors(inputs), "input")
@@ -71,25 +72,13 @@ def register_outer(
         _register_gradients(recorder, step, model, optimizer)
 
 
-def _register_parameters(
-    recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module
-) -> None:
-    """Count parameters: copies of the user's, and those that an earlier step cast."""
-    pairs = list(zip(own.parameters(), model.parameters(), strict=True))
-    copies = [pair for pair in pairs if pair[0].dtype == pair[1].dtype]
-    originals, alike = zip(*copies, strict=True) if copies else ((), ())
-    recorder.register_copies(originals, alike, "parameter")
-    cast = (copy for original, copy in pairs if original.dtype != copy.dtype)
-    recorder.register(cast, "parameter")
-
-
 def _register_buffers(
     recorder: Recorder, own: torch.nn.Module, model: torch.nn.Module, copied: Copied
 ) -> None:
     """Count buffers: copies of the user's, and those that an earlier step has made."""
     originals = dict(own.named_buffers())
     for name, buffer in model.named_buffers():
-        _register(recorder, originals.get(name), buffer, copied)
+        _register(recorder, originals.get(name), buffer, copied, "buffer")
 
 
 def _register(
@@ -97,16 +86,27 @@ def _register(
     original: torch.Tensor | None,
     tensor: torch.Tensor,
     copied: Copied,
+    category: str,
 ) -> None:
-    if original is None or original.shape != tensor.shape or tensor not in copied:
-        _register_made(recorder, tensor)
+    """Count a copy of the user's tensor, or what an earlier step made in its place.
+
+    A parameter that it cast is the same object still.
+    """
+    if (
+        original is None
+        or tensor not in copied
+        or (original.shape, original.dtype) != (tensor.shape, tensor.dtype)
+    ):
+        _register_made(recorder, tensor, category)
     else:
-        recorder.register_copies([original], [tensor], "buffer")
+        recorder.register_copies([original], [tensor], category)
 
 
-def _register_made(recorder: Recorder, tensor: torch.Tensor) -> None:
+def _register_made(
+    recorder: Recorder, tensor: torch.Tensor, category: str = "buffer"
+) -> None:
     """Count what an earlier step has made, and the gradient that it retains."""
-    recorder.register(iter([tensor]), "buffer")
+    recorder.register(iter([tensor]), category)
     if tensor.retains_grad and tensor.grad is not None:
         recorder.register(iter([tensor.grad]), "gradient")
 
@@ -127,7 +127,7 @@ def _register_attributes(
         kept, copies = _kept_besides(original, seen[0]), _kept_besides(copy, seen[1])
         if [tensor.shape for tensor in kept] == [tensor.shape for tensor in copies]:
             for pair in zip(kept, copies, strict=True):
-                _register(recorder, *pair, copied)
+                _register(recorder, *pair, copied, "buffer")
         else:  # an earlier step has made some
             for tensor in copies:
                 _register_made(recorder, tensor)

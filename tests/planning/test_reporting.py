@@ -280,3 +280,13 @@ def test_a_report_of_a_plan_of_chains_adds_up(traced):
         row.recompute_ms == pytest.approx(curves.recompute_ms(unit, policy))
         for row, (unit, policy) in zip(rows, chosen(plan, traced).items(), strict=True)
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "told"), [("cpu", "`time_limit_s`=60"), ("h100", "allocator's blocks")]
+)
+def test_a_wide_gap_is_said_with_what_it_is_of(plan, device, told):
+    wide = replace(plan, bound_ms=plan.recompute_ms / 2, device=device, traced=None)
+
+    assert told not in " ".join(str(plan).split())
+    assert told in " ".join(str(wide).split())
