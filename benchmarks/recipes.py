@@ -3,6 +3,8 @@
 `benchmarks.breadth` trains every model in one way. Here optimizer (every class of
 ``torch.optim``, with drawn options), autocast, parameters' type, frozen parameters,
 micro-steps, clipping, `zero_grad` and memory format are drawn, too, with the model.
+Each is planned near its floor, halfway to the plain step's peak, and once in a drawn
+way to plan: offload, fewer AC units, segments, solver, any budget.
 """
 
 from __future__ import annotations
@@ -121,6 +123,67 @@ def draw(seed: int) -> Way:
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A way to plan.
+
+    Attributes:
+        share: The budget, as a share of the way from the floor (without offload) to
+            the plain peak.
+        options: Other arguments of `autosac.plan`.
+        num_units: How many drawn ones of the modules that are AC units near the floor
+            may be any; None for all modules.
+        seed: With which these are drawn.
+    """
+
+    share: float
+    options: tuple[tuple[str, Any], ...]
+    num_units: int | None
+    seed: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.share:.0%}"]
+        parts += [f"{name}={value}" for name, value in self.options]
+        parts += [f"of {self.num_units} units"] if self.num_units is not None else []
+        return "; ".join(parts)
+
+    def plan(
+        self, profile: autosac.Profile, floor: int, units: list[str]
+    ) -> autosac.Plan:
+        """The plan; of the least feasible budget if the one asked for is not."""
+        options = dict(self.options)
+        if self.num_units is not None and units:
+            names = random.Random(self.seed).sample(units, len(units))
+            options["ac_units"] = names[: self.num_units]
+        peak = profile.baseline_peak_bytes
+        budget = floor + int(self.share * (peak - floor))
+        try:
+            plan = autosac.plan(profile, memory_budget=budget, **options)
+        except autosac.InfeasibleBudgetError as error:
+            least = error.lowest_peak_bytes
+            plan = autosac.plan(profile, memory_budget=least, **options)
+        with tempfile.TemporaryDirectory() as directory:
+            path = Path(directory) / "plan.json"
+            plan.save(path)
+            return autosac.Plan.load(path)
+
+
+def asked(seed: int) -> Asked:
+    """The way to plan with a number."""
+    rng = random.Random(f"plan {seed}")
+    options: dict[str, Any] = {}
+    if (offload := rng.choice([False, True, "auto"])) is not False:
+        options["offload"] = offload
+    if rng.random() < 0.3:
+        options["segments"] = rng.choice([1, 2, 4])
+    if rng.random() < 0.2:
+        options["backend"] = "cbc"
+    num_units = rng.choice([None, None, 1, 3, 8])
+    share = rng.uniform(-0.3, 1.0)
+    chosen = tuple(options.items())
+    return Asked(share=share, options=chosen, num_units=num_units, seed=seed)
+
+
 def _prepared(make_model: Callable[[], nn.Module], way: Way) -> nn.Module:
     model = make_model().to(getattr(torch, way.dtype))
     parameters = list(model.parameters())
@@ -155,9 +218,11 @@ def _cast(inputs: Any, way: Way) -> Any:
     return torch.utils._pytree.tree_map(cast, inputs)
 
 
-def judge(name: str, way: Way) -> dict[str, Any]:
+def judge(name: str, way: Way, asked: Asked) -> dict[str, Any]:
     """Plan a model at some budgets and really train each plan."""
-    record: dict[str, Any] = {"model": name, "way": str(way), "status": "done"}
+    record: dict[str, Any] = {
+        "model": name, "way": str(way), "asked": str(asked), "status": "done",
+    }  # fmt: skip
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     phase = "build"
@@ -206,6 +271,8 @@ def judge(name: str, way: Way) -> dict[str, Any]:
             autosac.plan(profile, memory_budget=floor + int(share * (peak - floor)))
             for share in _SHARES
         ]
+        phase = "drawn plan"
+        plans.append(asked.plan(profile, floor, sorted(plans[0].policy)))
         phase = "real steps"
         done = verify_each(plans, steps)
     except NotBuiltError as error:
@@ -215,11 +282,12 @@ def judge(name: str, way: Way) -> dict[str, Any]:
         if phase in ("build", "plain step"):  # nor does it train without a plan
             status = "not built"
         return record | {"status": status, "phase": phase, "reason": _line(error)}
+    labels = [*(f"{share:.0%}" for share in _SHARES), "as asked"]
     cells = [("plain", peak, peak, plain.measured_peak_bytes, plain.differences)]
     cells += [
-        (f"{share:.0%}", plan.budget_bytes, plan.peak_bytes, one.measured_peak_bytes,
+        (label, plan.budget_bytes, plan.peak_bytes, one.measured_peak_bytes,
          one.differences)
-        for share, plan, one in zip(_SHARES, plans, done, strict=True)
+        for label, plan, one in zip(labels, plans, done, strict=True)
     ]  # fmt: skip
     names = ("budget", "budget_bytes", "predicted_bytes", "measured_bytes")
     record["cells"] = [
@@ -273,13 +341,17 @@ def _run(seeds: range, work: Path, limit_s: int) -> None:
             )
             lines = [s for s in ended.stdout.splitlines() if s.startswith("{")]
             record = json.loads(lines[-1]) if lines else {
-                "model": name, "way": str(draw(seed)), "status": "died",
-                "reason": ended.stderr[-400:],
+                "model": name, "way": str(draw(seed)), "asked": str(asked(seed)),
+                "status": "died", "reason": ended.stderr[-400:],
             }  # fmt: skip
         except subprocess.TimeoutExpired:
-            record = {"model": name, "way": str(draw(seed)), "status": "out of time"}
+            record = {
+                "model": name, "way": str(draw(seed)), "asked": str(asked(seed)),
+                "status": "out of time",
+            }  # fmt: skip
         path.write_text(json.dumps(record | {"seed": seed}) + "\n")
-        print(seed, name, "|", record["way"], "|", verdict(record), flush=True)
+        parts = (f"{seed} {name}", record["way"], record["asked"], verdict(record))
+        print(*parts, sep=" | ", flush=True)
 
 
 def _page(work: Path) -> str:
@@ -290,7 +362,8 @@ def _page(work: Path) -> str:
     tried = [v for v in verdicts if v not in ("not built", "two plain runs differ")]
     counts = {v: tried.count(v) for v in dict.fromkeys(tried)}
     rows = [
-        f"| {r['seed']} | {r['model']} | {r['way']} | {v} | {_reason(r)} |"
+        f"| {r['seed']} | {r['model']} | {r['way']} | {r['asked']} | {v} |"
+        f" {_reason(r)} |"
         for r, v in zip(records, verdicts, strict=True)
         if v != "not built"
     ]
@@ -304,8 +377,8 @@ def _page(work: Path) -> str:
             + ". Exact: every predicted peak, that of the plain step too, is within"
             " 0.2 % (or 64 bytes) of the allocator's.",
             "",
-            "| seed | model | way | found | |",
-            "| ---: | --- | --- | --- | --- |",
+            "| seed | model | way | plan | found | |",
+            "| ---: | --- | --- | --- | --- | --- |",
             *rows,
             "",
         ]
@@ -313,7 +386,7 @@ def _page(work: Path) -> str:
 
 
 def _reason(record: dict[str, Any]) -> str:
-    text = record.get("reason", "").replace("|", "\\|")
+    text: str = record.get("reason", "").replace("|", "\\|")
     return text if len(text) < _LINES else text[:_LINES] + " ..."
 
 
@@ -329,7 +402,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=_OUTPUT)
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(judge(options.one[1], draw(int(options.one[0])))))
+        seed = int(options.one[0])
+        print(json.dumps(judge(options.one[1], draw(seed), asked(seed))))
         return
     options.work.mkdir(exist_ok=True, parents=True)
     seeds = range(options.first, options.first + options.num)

@@ -151,9 +151,14 @@ def _check_some_left(step: TracedStep, new: TracedStep) -> None:
         return
     refused = step.units.refused
     why = next((f"`{fqn}`: {refused[fqn]}" for fqn in wanted if fqn in refused), None)
+    able = ", ".join(f"`{unit.fqn}`" for unit in step.units.candidates[:3])
+    kept = "keep" if why is None else "can be rerun and keep"
     raise ArgumentError(
         "None of the modules in `ac_units` can be an AC unit"
-        f"{'' if why is None else f' ({why})'}: name modules that"
-        f" {'keep' if why is None else 'can be rerun and keep'} activation memory, such"
-        f" as {', '.join(f'`{u.fqn}`' for u in step.units.candidates[:3]) or 'none'}."
+        f"{'' if why is None else f' ({why})'}: "
+        + (
+            f"name modules that {kept} activation memory, such as {able}."
+            if able
+            else "nor can any other of this model, so leave it out."
+        )
     )
