@@ -32,12 +32,14 @@ from autosac.errors import AutosacError
 from autosac.verification.verifying import Recipe as Steps
 from autosac.verification.verifying import verify_each
 from benchmarks.environment import environment
+from benchmarks.judging.job import Limits
 from benchmarks.models.drawn import SOURCES, NotBuiltError, build_small, every
 
 _OUTPUT = Path(__file__).parent / "results" / "recipes.md"
 _SHARES = (0.05, 0.5)  # of the way from the floor to the plain step's peak
 _SPECIAL = ("LBFGS", "SparseAdam", "Muon")  # take a closure, or not every gradient
 _LINES = 200
+_MOST_BYTES = 8 * 2**30  # of a process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,6 +405,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.one:
         seed = int(options.one[0])
+        Limits(memory_bytes=_MOST_BYTES, cpu_s=options.limit_s).impose()
         print(json.dumps(judge(options.one[1], draw(seed), asked(seed))))
         return
     options.work.mkdir(exist_ok=True, parents=True)
