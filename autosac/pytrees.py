@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import is_dataclass
@@ -28,6 +29,8 @@ _PLAIN = (
 _HOLDS_NOTHING = (type, FunctionType, MethodType, ModuleType)
 _PLAIN_TYPES = frozenset(_PLAIN)  # to look up without their subclasses
 _SEQUENCES = frozenset((list, tuple))  # likewise, as they have no attributes
+_ITERABLES = (list, tuple, deque, set, frozenset)
+_PROXIES = frozenset(weakref.ProxyTypes)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -68,7 +71,7 @@ def held_tensors(
     while left:
         value = left.pop()
         kind = type(value)
-        if kind in _PLAIN_TYPES or id(value) in seen:
+        if kind in _PLAIN_TYPES or kind in _PROXIES or id(value) in seen:
             continue
         seen[id(value)] = value
         if kind is dict or (kind is OrderedDict and not in_objects):
@@ -82,15 +85,24 @@ def held_tensors(
     return tensors
 
 
+def contents(value: Any) -> list[Any]:
+    """What a container holds, as its base tells: a subclass may have no length."""
+    if isinstance(value, dict):
+        return [*dict.values(value)]
+    if isinstance(value, Mapping):
+        try:
+            return [*value.values()]
+        except Exception:  # as of settings that wait for a value
+            return []
+    base = next((kind for kind in _ITERABLES if isinstance(value, kind)), None)
+    return [] if base is None else [*base.__iter__(value)]
+
+
 def _inside(value: Any, *, in_objects: bool) -> list[Any]:
     """What an object refers to by its items and attributes."""
     if isinstance(value, _HOLDS_NOTHING) or _is_distributed(value):
         return []
-    items: list[Any] = []
-    if isinstance(value, Mapping):
-        items += value.values()
-    elif isinstance(value, (list, tuple, deque, set, frozenset)):
-        items += value
+    items = contents(value)
     is_looked_into = is_dataclass(value) or isinstance(value, torch.nn.Module)
     if not in_objects and not is_looked_into:
         return items
@@ -119,10 +131,10 @@ def _collect(values: Iterable[Any], tensors: list[torch.Tensor]) -> None:
             continue
         if isinstance(value, torch.Tensor):
             tensors.append(value)
-        elif isinstance(value, (list, tuple)):
+        elif type(value) in _SEQUENCES:
             _collect(value, tensors)
-        elif isinstance(value, Mapping):
-            _collect(value.values(), tensors)
+        elif isinstance(value, (list, tuple, Mapping)):
+            _collect(contents(value), tensors)
 
 
 def mapped(change: Callable[[Any], Any], value: Any) -> Any:
@@ -140,10 +152,7 @@ def opaque_type(value: Any) -> str | None:
     """Name of the first type in ``value`` that is neither tensor nor plain value."""
     if isinstance(value, (torch.Tensor, *_PLAIN)):
         return None
-    if isinstance(value, Mapping):
-        items = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        items = list(value)
-    else:
+    if not isinstance(value, (list, tuple, Mapping)):
         return type(value).__name__
-    return next((name for item in items if (name := opaque_type(item))), None)
+    names = map(opaque_type, contents(value))
+    return next((name for name in names if name), None)

@@ -122,6 +122,7 @@ def test_gradients_of_a_tied_layer_are_those_of_autograd_and_take_less_memory():
     assert not sums
 
 
+@pytest.mark.slow
 def test_a_graph_without_such_sums_is_left_alone():
     model = nn.Linear(4, 4)
     graph = joint_graph(model, torch.randn(2, 4), loss_fn=lambda out: out.sum())

@@ -1,8 +1,11 @@
+import pytest
+
 from autosac.solving.annealing import anneal
 from autosac.solving.incumbents import recompute_ms
 from tests.models import gpt_on_a_gpu
 
 
+@pytest.mark.slow
 def test_a_dear_choice_leads_to_a_cheaper_one_that_fits_and_always_to_the_same(
     monkeypatch, kept_workspaces
 ):

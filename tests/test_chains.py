@@ -235,6 +235,7 @@ def test_chains_of_2_4_and_8_blocks_are_found_and_nest(case):
             assert apart or inside or around
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_first
 @each_chain
 def test_a_chains_simulated_peak_is_the_dry_runs_byte_for_byte(case):

@@ -90,6 +90,7 @@ def test_every_plan_keeps_its_budget_by_the_replayed_allocator(swept):
     assert all(plans[budget].peak_bytes <= budget for budget in budgets)
 
 
+@pytest.mark.slow
 def test_no_rule_of_thumb_that_fits_is_cheaper(swept):
     profile, budgets, plans = swept
     rules = [
@@ -120,6 +121,7 @@ def test_no_choice_fits_below_the_floor(swept):
     assert caught.value.lowest_peak_bytes == budgets[0]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_no_choice_that_saves_a_little_less_or_more_is_below_the_floor(autocast):
@@ -167,6 +169,7 @@ def test_floor_and_plans_do_not_keep_the_model_alive(how):
     assert plan.traced is not None and model() is None
 
 
+@pytest.mark.slow
 def test_budgets_for_a_gpu_that_is_here_leave_some_to_its_allocator():
     traced = _profile("small gpt", "h100")
     here = replace(traced, costs=replace(traced.costs, calibrated=True))
@@ -274,6 +277,7 @@ def test_slack_is_spent_although_most_points_of_a_unit_break_the_budget(monkeypa
     assert points.index(spent[unit]) == fastest_that_fits
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("setting", ["h100", "cpu"])
 def test_a_choice_that_breaks_the_budget_by_little_is_mended_at_little_cost(setting):

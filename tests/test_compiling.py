@@ -179,6 +179,7 @@ def test_shapes_have_plans_beyond_the_limit_of_dynamo_and_too_many_are_said(made
         step(compiled, compiled, torch.randn(4, 16))
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_compiled_model_counts_what_the_copy_holds():
     model, inputs = HoldsMore(), torch.randn(8, 16)
     autosac.compile(HoldsMore(), memory_budget="8KiB")(inputs)  # Dynamo remembers it
@@ -402,6 +403,7 @@ def test_a_graph_break_is_an_error():
         autosac.compile(Breaks(), memory_budget="1GiB")(torch.randn(2, 8))
 
 
+@pytest.mark.slow
 def test_a_compiled_module_inside_is_refused():
     model, _ = made("dropout")
     model.model[0] = torch.compile(model.model[0])

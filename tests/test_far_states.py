@@ -117,6 +117,7 @@ def step():
     return profiled(WIDE, far(torch.optim.AdamW))
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("chunk_bytes", [1, None])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -96,6 +96,7 @@ def assert_empties(memory):
     assert memory.in_use_bytes == 0
 
 
+@pytest.mark.slow
 def test_real_peaks_are_the_predicted_ones_at_any_rate_and_bits_are_equal(
     planner, budgets
 ):
@@ -203,6 +204,7 @@ def test_a_step_with_its_optimizer_is_the_same_with_values_moved(one_thread):
     assert peaks(plan) == [plan.peak_bytes] * len(RATES)
 
 
+@pytest.mark.slow
 def test_results_and_inputs_are_not_moved():
     class Returns(nn.Module):
         def __init__(self):

@@ -148,6 +148,7 @@ def planned(step, lowest, request):
     return model, memory
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     ("name", "kinds"),
@@ -405,6 +406,7 @@ def budgets(step):
     return [low, (low + floor) // 2, floor, (floor + peak) // 2, peak]
 
 
+@pytest.mark.slow
 def test_offload_lowers_the_floor_and_costs_no_more_above_it(step):
     low, _, floor, *_ = budgets(step)
     assert low < floor
@@ -523,6 +525,7 @@ def test_auto_offloads_only_where_nothing_fits_without(step):
     assert error.value.lowest_peak_bytes == low
 
 
+@pytest.mark.slow
 def test_plan_files_hold_what_is_offloaded(tmp_path):
     # Not measured: what is offloaded is then the same on every machine.
     step = far_step(STEPS["blocks"], is_measured=False)

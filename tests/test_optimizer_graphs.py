@@ -445,6 +445,7 @@ class ReadsBefore(torch.optim.Optimizer):
             p.sub_(p.grad, alpha=count.item() ** 2 - before)
 
 
+@pytest.mark.slow
 def test_numbers_are_those_at_the_moment_they_are_read():
     graph = captured("mlp", ReadsBefore)
     model, inputs, loss_fn = step_of("mlp")

@@ -195,6 +195,7 @@ def test_more_memory_never_costs_more(step):
     assert times(budgets[::-1]) == upwards  # whichever is asked for first
 
 
+@pytest.mark.slow
 def test_a_plan_that_streams_is_applied_saved_and_told_of(step, tmp_path):
     case, low = STEPS["blocks"], autosac.floor(step)
     plan = autosac.plan(step.plain, memory_budget=low, offload=True)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from autosac.pytrees import contents
 
 _FUNCTION = types.FunctionType
 
@@ -82,10 +84,8 @@ def _visit(value: Any, names: frozenset[str], reach: Reached, seen: set[int]) ->
 def _parts(value: Any) -> Iterator[Any]:
     if isinstance(value, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, Mapping):
-        yield from value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from value
+    else:
+        yield from contents(value)
 
 
 def _visit_function(

@@ -14,6 +14,7 @@ import torch
 
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.changed_models import Outline
+from autosac.pytrees import contents
 
 _MOST_PARTS = 1000  # of what took the place of a stand-in, looked at for it
 
@@ -134,10 +135,7 @@ def _is_kept(module: torch.nn.Module, stand_in: StandIn) -> bool:
             left += [value.__func__, value.__self__]
         elif isinstance(value, functools.partial):
             left += [value.func, *value.args, *value.keywords.values()]
-        elif isinstance(value, (list, tuple)):
-            left += value
-        elif isinstance(value, dict):
-            left += value.values()
+        left += contents(value)
         left += getattr(value, "__dict__", {}).values() if callable(value) else ()
     return False
 

@@ -22,6 +22,7 @@ from autosac.step.optimizer_state import step_left_alone
 from autosac.step.training_step import OptimizerInBackward
 from autosac.tracing.closures import own_functions
 from autosac.tracing.failures import quoted
+from autosac.tracing.shared_handles import handles_shared
 from autosac.tracing.step import Step
 
 _COPIED = frozenset({"defaults", "state", "param_groups"})  # by optimizers themselves
@@ -97,7 +98,7 @@ def copied(
         _check_hooks(step.model)
     _check_slots(step.model)
     inputs = (step.args, step.kwargs)
-    with copies:
+    with copies, handles_shared():
         model = _copy_of("model", step.model, memo, _GIVE_A_COPY)
         advice = _advice_on_wrapper(step.optimizer) or _BUILT_ANEW
         with step_left_alone(step.optimizer):
@@ -110,7 +111,7 @@ def copied(
         with _compat_plain.fakes_of(mode):
             optimizer = _built(optimizer, model)
     cast_arguments(model, step.compute_dtype)
-    with copies:
+    with copies, handles_shared():
         loss_fn, puts_back = own_functions(
             *(model, step.model, step.loss_fn, memo),
             optimizer=optimizer,

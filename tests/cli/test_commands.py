@@ -372,6 +372,7 @@ def test_settings_of_another_tool_have_their_own_peak(tmp_path):
     assert "every_n_layers=" in record["settings"]
 
 
+@pytest.mark.slow
 def test_a_plan_is_written_and_printed(plan_file, figures, tmp_path):
     loaded = autosac.Plan.load(plan_file)
     budget = f"{sum(figures) // 2}B"

@@ -163,6 +163,7 @@ def check_prediction(budget, trainer, num_ahead=1):
     assert abs(max(trainer.peaks) - budget.plan.peak_bytes - held_bytes) < 1024
 
 
+@pytest.mark.slow
 def test_the_model_is_left_as_it_was_found_and_the_report_says_what_was_done(tmp_path):
     said = []
     budget = MemoryBudget("1GiB", report=said.append)

@@ -279,6 +279,7 @@ def test_the_largest_batch_is_planned_for_with_the_first_and_logged():
     assert logger.logged[0]["autosac/peak_bytes"] == budget.plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_the_module_is_left_as_it_was_found_and_the_report_says_what_was_done():
     said = []
     module, _ = train(MemoryBudget("1GiB", report=said.append), max_steps=1)
@@ -390,6 +391,7 @@ class Averages(lightning.Callback):
         self.weights = [parameter.detach().clone() for parameter in module.parameters()]
 
 
+@pytest.mark.slow
 def test_what_callbacks_keep_after_the_first_step_is_said():
     with pytest.warns(UserWarning, match=r"Callbacks keep 39\d\.\d KiB more"):
         train(silent("1GiB"), callbacks=[Averages()])

@@ -205,6 +205,7 @@ def meta_gpt():
         return GPT(num_layers=2, vocabulary=512, length=128)
 
 
+@pytest.mark.slow
 def test_plans_for_a_gpu_that_is_not_present():
     tokens = torch.zeros(8, 128, dtype=torch.long)
     model = meta_gpt()
@@ -223,6 +224,7 @@ def test_plans_for_a_gpu_that_is_not_present():
         make_plan(traced, floor(traced) - 1)
 
 
+@pytest.mark.slow
 def test_budgets_hold_for_the_blocks_that_the_allocator_hands_out():
     tokens = torch.zeros(96, 128, dtype=torch.long)
     traced = profile(meta_gpt(), tokens, device="h100", optimizer=torch.optim.AdamW)

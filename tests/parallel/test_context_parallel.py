@@ -295,6 +295,7 @@ def least(profile):
     return caught.value.lowest_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_ranks_share_and_can_be_saved(profile, least, tmp_path):
     plan = cpu_plan(profile, least, mesh={"cp": None})
     assert plan.highest_peak_bytes <= least
@@ -392,6 +393,7 @@ def test_faster_links_are_never_slower(profile, method):
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("method", ["ulysses", "ring"])
 @pytest.mark.parametrize("degree", [2, 4])
@@ -460,6 +462,7 @@ def test_what_attention_keeps_can_be_recomputed(profile, method):
     assert all(group.saved_bytes and not group.pinned for group in needed)
 
 
+@pytest.mark.slow
 def test_rings_are_predicted_and_not_applied(profile, least):
     plan = cpu_plan(profile, 4 * least, mesh={"cp": 2}, cp_method="ring")
     assert "cannot be applied" in str(plan)

@@ -381,6 +381,7 @@ def _products(profile):
     return sum(op.flops for op in profile.tape.ops if op.name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("kind", [TENSOR, EXPERT])
 def test_ranks_share_the_products_of_experts_evenly(profile, kind):
@@ -403,6 +404,7 @@ def test_numbers_of_experts_that_a_degree_does_not_divide_are_listed():
         cpu_plan(profile, tp_plan="expert")
 
 
+@pytest.mark.slow
 def test_a_plan_with_whole_experts_is_saved_and_says_so(profile, tmp_path):
     plan = cpu_plan(profile, tp_plan="expert")
     assert "tensor and expert parallelism" in str(plan)
@@ -412,6 +414,7 @@ def test_a_plan_with_whole_experts_is_saved_and_says_so(profile, tmp_path):
     assert autosac.ParallelPlan.load(path) == plan
 
 
+@pytest.mark.slow
 def test_experts_whose_rows_values_count_are_not_shared():
     profile = autosac.profile(mixtral(experts_implementation="eager"), labelled())
     with pytest.raises(autosac.UnsupportedError, match="grouped_mm"):

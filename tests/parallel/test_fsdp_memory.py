@@ -116,6 +116,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("units, degrees", PAIRS)
 def test_every_phase_peaks_at_the_very_byte_of_the_allocator(traced, units, degrees):

@@ -59,6 +59,7 @@ def _refuse(*_):
     raise AssertionError("nothing is added on a CPU")
 
 
+@pytest.mark.slow
 def test_a_plan_for_gpus_counts_what_the_allocator_adds_and_one_for_cpus_does_not(
     monkeypatch,
 ):

@@ -89,6 +89,7 @@ def make_model(style, mesh):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("style", STYLES)
 def test_peaks_of_a_rank_are_what_its_allocator_sees(style):
@@ -140,6 +141,7 @@ def test_divided_parameters_are_traced_where_autograd_follows_writes():
     assert plan.peak_bytes < whole.baseline_peak_bytes
 
 
+@pytest.mark.slow
 def test_a_rank_is_planned_for_a_gpu_that_is_not_there():
     with fake_group(2), torch.device("meta"):
         mesh = init_device_mesh("cpu", (2,))

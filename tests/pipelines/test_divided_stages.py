@@ -227,6 +227,7 @@ def test_only_stages_that_draw_ask_for_equal_seeds(by_sequence):
     assert plan(model=Model(0.1), tp_plan="tensor").tensor.draws
 
 
+@pytest.mark.slow
 def test_micro_batches_add_to_gradients_as_backward_left_them():
     # A divided embedding's gradient is whole on each rank: it is added to as it is.
     model = Model()

@@ -160,6 +160,7 @@ def test_stages_that_are_not_as_alike_as_taken_are_looked_for_again(monkeypatch)
     assert own.stage_plans == expected.stage_plans
 
 
+@pytest.mark.slow
 def test_stages_that_share_a_rank_lie_within_its_budget_together():
     model = Model(2).to("meta")
     lowest_bytes = least_peak(model, cluster=CLUSTER, **LOOPED)

@@ -68,6 +68,7 @@ def test_a_rank_has_shards_of_its_blocks(sharded, tmp_path):
         assert head.to_local().shape == (NUM_TOKENS // 2, WIDTH)  # of an odd number
 
 
+@pytest.mark.slow
 def test_shards_take_less_memory_than_copies_and_are_gathered(sharded):
     copies = plan({"replicate": 2})
     assert copies.mesh_dim_names == ("pp", "replicate", "fsdp")
@@ -87,6 +88,7 @@ def test_gathers_delay_first_forwards_and_reductions_the_end():
     assert step_ms(schedule, [times] * 2) == 129.0
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize(
     "parallel",

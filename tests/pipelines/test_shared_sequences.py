@@ -74,6 +74,7 @@ def test_stages_hand_on_parts_of_sequences(of_parts):
     assert "parts for 2 ranks" in str(of_parts)
 
 
+@pytest.mark.slow
 def test_a_rank_gets_its_part_and_shards_of_its_own_blocks(of_parts, tmp_path):
     path = tmp_path / "plan.json"
     of_parts.save(path)
@@ -94,6 +95,7 @@ def test_a_rank_gets_its_part_and_shards_of_its_own_blocks(of_parts, tmp_path):
     assert part.untyped_storage().nbytes() == part.nbytes
 
 
+@pytest.mark.slow
 def test_blocks_that_ask_for_positions_get_those_of_the_part():
     model, (inputs, _) = GPT(num_blocks=1), EXAMPLE.make_batch(1)
     whole = Stage(model, ["embedding", "ln_f"])
@@ -119,6 +121,7 @@ def _flops(step):
     return sum(op.flops for op in step.later.tape.ops)
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_sequence_share_its_flops_evenly():
     base, own = _micro_batch()
     with fake_group(2):
@@ -127,6 +130,7 @@ def test_ranks_that_share_a_sequence_share_its_flops_evenly():
     assert [2 * _flops(part) for part in parts] == [_flops(whole) for whole in wholes]
 
 
+@pytest.mark.slow
 def test_of_a_ring_the_rank_that_is_traced_holds_no_less_than_others():
     base, own = _micro_batch("ring")
     peaks = []
@@ -235,6 +239,7 @@ def test_what_cannot_be_done_in_parts_is_said_in_a_sentence(options, error, mess
         plan(**options)
 
 
+@pytest.mark.slow
 def test_whole_parameters_that_meet_a_part_of_tensors_are_refused_in_parts_too():
     model = GPT(num_blocks=1, head_dim=12)
     model.h[0].mlp[1] = nn.PReLU()

@@ -59,6 +59,7 @@ def test_planned_ranks_keep_their_caps_and_train_alike(case, share):
     assert_alike(case, results)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("recipe", [LANGUAGE, CONVOLUTIONS], ids=["gpt", "conv"])
 def test_stages_that_share_calls_of_ops_have_the_traces_that_they_have_alone(recipe):

@@ -120,6 +120,7 @@ def test_a_host_that_is_not_measured_decides_nothing(traced):
         assert plan.step_ms == slow.baseline_ms + plan.recompute_ms
 
 
+@pytest.mark.slow
 def test_the_plan_says_that_the_host_decides(traced):
     slow = with_host(traced, SLOW)
     plan = autosac.plan(slow, memory_budget=budgets(slow)[1])

@@ -174,6 +174,7 @@ def test_every_step_keeps_the_budget_and_the_highest_is_predicted(plan):
         assert peak_bytes <= most
 
 
+@pytest.mark.slow
 def test_each_kind_has_the_plan_that_it_has_alone(plan):
     for batch in BATCHES[2:]:
         (own,) = (one for one in plan.variants if is_for(one, batch))

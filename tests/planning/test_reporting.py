@@ -180,6 +180,7 @@ def test_the_text_answers_the_questions(plan):
     assert "aten.gelu.default" in text
 
 
+@pytest.mark.slow
 def test_a_plan_from_a_file_says_what_needs_the_profile(loaded, plan, traced):
     report = loaded.report()
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -95,6 +96,7 @@ def test_minimal_ones_need_each_of_their_units(problem, share):
             assert live[base > problem.budget_bytes].max() > problem.budget_bytes
 
 
+@pytest.mark.slow
 @given(problem=layered_problems())
 def test_known_points_between_those_of_the_milp_count(problem):
     unit = problem.units[0]

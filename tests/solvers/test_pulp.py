@@ -498,6 +498,7 @@ def test_a_missing_cbc_names_the_remedy(monkeypatch):
         pulp_runner.run(cover(2), backend="cbc")
 
 
+@pytest.mark.slow
 def test_a_solve_prints_nothing():
     script = (
         "from autosac.solvers.milp import cbc_runner, pulp_models, pulp_runner\n"

@@ -97,6 +97,7 @@ def test_under_autocast_one_chunk_is_the_plain_loss():
     assert all(map(torch.equal, actual, gradients(expected, hidden, weight)))
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_first
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("budget_bytes", [3 * CLASSES * 4, 100_000, 2**20])

@@ -202,6 +202,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped(tmp_path):
     assert swept == autosac.sweep_grid(make_step, grid, n=2)
 
 
+@pytest.mark.slow
 def test_what_changes_the_result_makes_another_cell(tmp_path):
     calls = tmp_path / "calls"
     grid = {"width": [8], "batch_size": [64]}

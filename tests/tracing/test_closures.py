@@ -231,6 +231,7 @@ def test_planning_leaves_gradients_of_what_a_loss_learns_alone(has_gradient):
         assert gradient is None or gradient.eq(1).all()
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_keeps_in_attributes_is_there_all_the_time():
     def peak(make_optimizer):
         model = Blocks()

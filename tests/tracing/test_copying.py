@@ -1,7 +1,12 @@
 """Copies for tracing have all that the user's model has, or one sentence says why."""
 
+import copyreg
 import pickle
+import queue
 import threading
+import types
+import weakref
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -46,8 +51,8 @@ class Unpicklable(torch.optim.SGD):
         raise TypeError("it has no state")
 
 
-def profiled(model, **options):
-    rows = torch.randn(8, WIDTH)
+def profiled(model, num_rows=8, **options):
+    rows = torch.randn(num_rows, WIDTH)
     return autosac.profile(model, rows, loss_fn=lambda y: y.square().sum(), **options)
 
 
@@ -205,14 +210,127 @@ class Unpickled:
         raise pickle.PicklingError("it has no state")
 
 
-class Locked(nn.Linear):
-    def __init__(self, lock):
-        super().__init__(WIDTH, WIDTH)
-        self.lock = lock
+class Holds(nn.Module):
+    """Has something of another kind beside its layers."""
+
+    def __init__(self, held):
+        super().__init__()
+        layers = [nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)]
+        self.layers, self.held = nn.Sequential(*layers), held
+
+    def forward(self, x):
+        return self.layers(x)
 
 
 def test_what_of_a_model_cannot_be_copied_is_named():
-    for value in (threading.Lock(), Unpickled()):  # a TypeError and another error
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Locked(value))
-        with pytest.raises(TraceError, match=r"for its `1\.lock` .* keep it outside"):
+    gone = weakref.proxy(Unpickled())
+    for value in ((n for n in ()), [gone], Unpickled()):
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Holds(value))
+        with pytest.raises(TraceError, match=r"for its `1\.held` .* keep it outside"):
             profiled(model)
+
+
+class Locked(Holds):
+    def forward(self, x):
+        with self.held:
+            return super().forward(x)
+
+
+class Logged(Holds):
+    def forward(self, x):
+        self.held.put("forward")
+        return super().forward(x)
+
+
+class OfAModule(Holds):
+    def forward(self, x):
+        return self.held.gelu(super().forward(x))
+
+
+class OfATable(Holds):
+    def forward(self, x):
+        return super().forward(x) * self.held["factor"]
+
+
+@pytest.mark.slow_but_fifth
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda log: Locked(threading.Lock()),
+        lambda log: Locked(threading.RLock()),
+        lambda log: Logged(queue.Queue()),
+        lambda log: OfAModule(nn.functional),
+        lambda log: OfATable(types.MappingProxyType({"factor": torch.tensor(2.0)})),
+        lambda log: Holds(threading.local()),
+        lambda log: Holds(log),
+    ],
+    ids=["lock", "reentrant lock", "queue", "module", "table", "local", "log"],
+)
+def test_what_a_process_has_but_once_is_shared_with_copies(make, tmp_path):
+    known = dict(copyreg.dispatch_table)
+
+    with (tmp_path / "log").open("w") as log:
+        model = nn.Sequential(make(log), make(log))
+        _train_at_the_floor(model)
+
+    assert copyreg.dispatch_table == known
+    if isinstance(model[0], Logged):
+        assert model[0].held.qsize() == 2  # of real steps alone
+
+
+def _train_at_the_floor(model):
+    rows = torch.randn(512, WIDTH)
+
+    def gradients():
+        model.zero_grad()
+        model(rows).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    plain = gradients()
+    profile = autosac.calibrate(profiled(model, len(rows)), progress=False)
+    autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(model)
+
+    assert all(map(torch.equal, gradients(), plain))
+    assert autosac.floor(profile) < profile.baseline_peak_bytes
+
+
+def _refuses(*_):
+    raise NotImplementedError
+
+
+class Unsized(tuple):
+    """As e3nn's `Irreps`, which have no length of their own."""
+
+    __slots__ = ()
+    __len__ = _refuses
+
+
+class Unset(Mapping):
+    """As settings of OmegaConf that wait for a value."""
+
+    __getitem__ = __iter__ = __len__ = _refuses
+
+
+@pytest.mark.parametrize("make", [lambda: Unsized((1, 2)), Unset])
+@pytest.mark.parametrize("is_argument", [False, True])
+def test_containers_that_will_not_say_what_they_hold_are_left_alone(make, is_argument):
+    model = nn.Sequential(*[HoldsOrPasses(make(), is_argument) for _ in range(2)])
+
+    _train_at_the_floor(model)
+
+
+class HoldsOrPasses(nn.Module):
+    def __init__(self, held, is_argument):
+        super().__init__()
+        self.inner, self.held, self.is_argument = Takes(), held, is_argument
+
+    def forward(self, x):
+        return self.inner(x, self.held if self.is_argument else None)
+
+
+class Takes(Holds):
+    def __init__(self):
+        super().__init__(None)
+
+    def forward(self, x, other):
+        return super().forward(x)

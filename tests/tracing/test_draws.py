@@ -47,6 +47,7 @@ def num_layers_run(model):
     return sum(op.name == "aten.tanh.default" for op in tape.ops)
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_step_that_drops_no_layer_is_planned_though_hardly_any_does(name):

@@ -111,6 +111,7 @@ def highest_peak(plan, make_model, make_loss):
         return max(peaks_of_training(make_step, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("middle", [Begins, BeginsByBuffer, Alternates])
 def test_a_model_that_does_more_in_some_step_is_planned_as_it_is_then(middle):
@@ -126,6 +127,7 @@ def test_a_model_that_does_more_in_some_step_is_planned_as_it_is_then(middle):
     assert peak <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_loss_over_a_queue_that_fills_is_planned_as_it_is_when_full():
     loss = QueueLoss()
     plan = planned(lambda: model_of(nn.Identity), lambda output: loss(output))
@@ -135,6 +137,7 @@ def test_a_loss_over_a_queue_that_fills_is_planned_as_it_is_when_full():
     assert plan.peak_bytes == pytest.approx(peak, rel=0.002, abs=64)
 
 
+@pytest.mark.slow
 def test_what_goes_on_to_grow_is_said():
     loss = QueueLoss(num_rows=100 * ROWS)
     with pytest.warns(UserWarning, match=r"`QueueLoss.num_filled` changes with every"):
@@ -152,6 +155,7 @@ def test_batches_that_norms_have_seen_are_no_count_to_trace_other_steps_for():
     assert profile.step.learned.counts is None
 
 
+@pytest.mark.slow
 def test_steps_have_the_bits_of_plain_ones():
     case = Case(lambda: model_of(Begins), rows, mean_square)
     model, plain = case.model(), case.model()
