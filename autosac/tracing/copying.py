@@ -125,6 +125,7 @@ def copied(
 
 def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any:
     """A deep copy of a part of the step, or one sentence that names the part."""
+    before = dict(memo)  # without lists of which a part was copied
     try:
         return copy.deepcopy(original, memo)
     except (AutosacError, torch.OutOfMemoryError):
@@ -132,7 +133,7 @@ def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any
     except Exception as error:  # whatever `__deepcopy__` or `__reduce__` raises
         says = f"copy.deepcopy says {quoted(error)}"
         raise TraceError(
-            f"The {what} cannot be copied for tracing{_culprit(original, memo)}: {says}"
+            f"The {what} cannot be copied for tracing{_culprit(original, before)}: {says}"
             f" {advice}"
         ) from error
 
