@@ -100,6 +100,7 @@ def copied(
     inputs = (step.args, step.kwargs)
     with copies, handles_shared():
         model = _copy_of("model", step.model, memo, _GIVE_A_COPY)
+        _check_parameters(step.model, model, memo)
         advice = _advice_on_wrapper(step.optimizer) or _BUILT_ANEW
         with step_left_alone(step.optimizer):
             optimizer = _copy_of("optimizer", step.optimizer, memo, advice)
@@ -131,11 +132,25 @@ def _copy_of(what: str, original: Any, memo: dict[int, Any], advice: str) -> Any
     except (AutosacError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever `__deepcopy__` or `__reduce__` raises
-        says = f"copy.deepcopy says {quoted(error)}"
+        culprit = _culprit(original, before)
         raise TraceError(
-            f"The {what} cannot be copied for tracing{_culprit(original, before)}: {says}"
-            f" {advice}"
+            f"The {what} cannot be copied for tracing{culprit}: copy.deepcopy says"
+            f" {quoted(error)} {advice}"
         ) from error
+
+
+def _check_parameters(
+    model: torch.nn.Module, copied: torch.nn.Module, memo: dict[int, Any]
+) -> None:
+    """Refuse a copy with parameters of its own making, which no optimizer knows."""
+    own = dict(copied.named_parameters())
+    for name, parameter in model.named_parameters():
+        if own.get(name) is not memo.get(id(parameter), own):
+            raise TraceError(
+                "The model cannot be copied for tracing: a `__deepcopy__` does not copy"
+                f" its parameter `{name}` as `copy.deepcopy(parameter, memo)`. Do that"
+                " there, or leave `__deepcopy__` out."
+            )
 
 
 def _culprit(original: Any, memo: dict[int, Any]) -> str:

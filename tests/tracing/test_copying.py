@@ -230,6 +230,17 @@ def test_what_of_a_model_cannot_be_copied_is_named():
             profiled(model)
 
 
+class MadeAnew(nn.Linear):
+    def __deepcopy__(self, memo):
+        return MadeAnew(WIDTH, WIDTH)
+
+
+def test_a_copy_with_parameters_that_no_optimizer_knows_is_refused():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), MadeAnew(WIDTH, WIDTH))
+    with pytest.raises(TraceError, match=r"does not copy its parameter `1\.weight` as"):
+        profiled(model, optimizer=torch.optim.AdamW)
+
+
 class Locked(Holds):
     def forward(self, x):
         with self.held:
