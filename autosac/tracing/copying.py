@@ -57,19 +57,28 @@ class _FakeCopies(TorchFunctionMode):
 
 
 class AnyCopies(TorchFunctionMode):
-    """Lets ``copy.deepcopy`` copy tensors that were computed, which it refuses.
+    """Lets ``copy.deepcopy`` copy tensors that it refuses.
 
-    Modules keep such tensors: the weight of ``torch.nn.utils.weight_norm`` is one.
+    Those that were computed, which modules keep: the weight of
+    ``torch.nn.utils.weight_norm`` is one. And those of a subclass that says nothing of
+    copies.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func is not torch.Tensor.__deepcopy__ or args[0].is_leaf:
+        if func is not torch.Tensor.__deepcopy__:
             return func(*args, **(kwargs or {}))
         tensor, memo = args
+        if tensor.is_leaf:
+            try:
+                return func(*args)
+            except RuntimeError:
+                if type(tensor) is torch.Tensor:
+                    raise
         if id(tensor) not in memo:
-            memo[id(tensor)] = tensor.detach().clone().requires_grad_()
+            own = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            memo[id(tensor)] = own
         return memo[id(tensor)]
 
 

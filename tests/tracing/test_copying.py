@@ -1,5 +1,6 @@
 """Copies for tracing have all that the user's model has, or one sentence says why."""
 
+import copy
 import copyreg
 import pickle
 import queue
@@ -303,6 +304,24 @@ def _train_at_the_floor(model):
 
     assert all(map(torch.equal, gradients(), plain))
     assert autosac.floor(profile) < profile.baseline_peak_bytes
+
+
+class Marked(torch.Tensor):
+    """Says nothing of copies, which PyTorch then refuses."""
+
+
+def test_inputs_of_a_subclass_that_says_nothing_of_copies_are_copied():
+    rows = torch.randn(8, WIDTH)
+    model = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(RuntimeError, match="__deepcopy__"):
+        copy.deepcopy(rows.as_subclass(Marked))
+
+    plain, marked = (
+        autosac.calibrate(autosac.profile(model, given), progress=False)
+        for given in (rows, rows.as_subclass(Marked))
+    )
+
+    assert marked.baseline_peak_bytes == plain.baseline_peak_bytes
 
 
 def _refuses(*_):
