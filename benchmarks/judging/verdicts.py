@@ -68,14 +68,21 @@ def verdict(record: Record) -> str:
     cells, is_certain = record["cells"], not record["plain"]["differences"]
     if is_certain and any(cell["differences"] for cell in cells):
         return BITS
-    if any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells):
+    is_over = any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells)
+    if not is_certain or (is_over and _growth(record)):
+        return NOT_JUDGED  # no step is like the one before
+    if is_over:
         return OVER
-    if not is_certain:
-        return NOT_JUDGED
     times = record.get("recompute_ms", [])
     if any(more > less for less, more in itertools.pairwise(times)):
         return DEARER
     return EXACT
+
+
+def _growth(record: Record) -> str:
+    """What autosac says of a model that takes more with every step; '' for others."""
+    said = record.get("warnings", [])
+    return next((text for text in said if "more with every step" in text), "")
 
 
 def why(record: Record) -> str:
@@ -96,6 +103,8 @@ def why(record: Record) -> str:
     if kind == DEARER:
         return ", ".join(f"{time:.4f} ms" for time in record["recompute_ms"])
     if kind == NOT_JUDGED and record["status"] == "done":
+        if growth := _growth(record):
+            return growth
         return f"two plain runs differ: {record['plain']['differences'][0]}"
     phase = record.get("phase")
     reason = record.get("reason", "")
