@@ -107,7 +107,7 @@ def why(record: Record) -> str:
             return growth
         return f"two plain runs differ: {record['plain']['differences'][0]}"
     phase = record.get("phase")
-    reason = record.get("reason", "")
+    reason: str = record.get("reason", "")
     return f"{phase}: {reason}" if phase else reason
 
 
