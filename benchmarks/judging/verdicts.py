@@ -99,7 +99,7 @@ def why(record: Record) -> str:
         ]
         return "; ".join([*most, *record.get("warnings", [])[:1]])
     if kind == BITS:
-        return next(text for c in _cells(record) for text in c["differences"])
+        return str(next(text for c in _cells(record) for text in c["differences"]))
     if kind == DEARER:
         return ", ".join(f"{time:.4f} ms" for time in record["recompute_ms"])
     if kind == NOT_JUDGED and record["status"] == "done":
