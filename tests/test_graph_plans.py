@@ -185,6 +185,21 @@ def test_a_plan_takes_no_more_than_one_that_was_made_for_less(planner):
     assert loose.recompute_ms <= found.recompute_ms
 
 
+@pytest.mark.parametrize("planner", KEYS[2:], indirect=True, scope="module")
+def test_who_begins_anew_has_the_same_plan_whatever_was_planned_before(planner):
+    # Else what is said to be the least real peak of fused graphs is so but once.
+    budget = budgets_between(planner, 12)[0]
+    known_plans.known.cache_clear()
+    anew = GraphPlanner(planner.joint, begins_anew=True)
+    first = anew.plan(budget, relative_gap=1.0)
+
+    planner.plan(budget, relative_gap=0.0)
+
+    assert planner.plan(budget, relative_gap=1.0).recompute_ms < first.recompute_ms
+    again = anew.plan(budget, relative_gap=1.0)
+    assert again.recompute_ms == first.recompute_ms
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("planner", KEYS[:2], indirect=True, scope="module")
 def test_both_backends_prove_the_same_optimum(planner):

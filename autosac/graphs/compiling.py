@@ -393,6 +393,7 @@ class _Partition:
                 joint,
                 floor_limit_s=self.compiler.time_limit_s,
                 backend=self.compiler.solver,
+                begins_anew=self.rung is not None,  # what is said is so next time
             )
         )
         self._num_outputs = num_outputs

@@ -118,6 +118,8 @@ class GraphPlanner:
             work.
         backend: Which MILP solver runs.
         link: To far memory; None for that of `device_spec("cpu")`, a file on a disk.
+        begins_anew: It knows none of these plans, so that a budget has the same one
+            whatever was planned before.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class GraphPlanner:
         floor_limit_s: float | None = None,
         backend: Backend = "highs",
         link: Link | None = None,
+        begins_anew: bool = False,
     ) -> None:
         if backend not in get_args(Backend):
             raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
@@ -140,6 +143,7 @@ class GraphPlanner:
         self.floor_limit_s = floor_limit_s
         self.backend: Backend = backend
         self.link = link or device_spec("cpu").link
+        self.begins_anew = begins_anew
         self._reader = GraphReader(joint)
         self.problem = self._reader.problem()
 
@@ -305,7 +309,8 @@ class GraphPlanner:
         )
         # Greedy ends keep again what the budget allows, and are often the better ones.
         starts = [greedy.kept, greedy.lowest, additive.kept]
-        starts.append(known_plans.known(problem).cheapest(budget_bytes))
+        if not self.begins_anew:
+            starts.append(known_plans.known(problem).cheapest(budget_bytes))
         if modules is not None:
             starts.append(
                 local_search.repair(problem, self.kept_by(modules), budget_bytes)
