@@ -359,6 +359,7 @@ def _run(seeds: range, work: Path, limit_s: int) -> None:
 def _page(work: Path) -> str:
     files = sorted(work.glob("*.json"), key=lambda path: int(path.stem))
     records = [json.loads(path.read_text()) for path in files]
+    first = files[0].stem
     taken = ", ".join(f"{name} {value}" for name, value in environment().items())
     verdicts = [verdict(record) for record in records]
     tried = [v for v in verdicts if v not in ("not built", "two plain runs differ")]
@@ -373,7 +374,8 @@ def _page(work: Path) -> str:
         [
             "# Ways to train: drawn models with drawn optimizers, types and loops",
             "",
-            f"`python -m benchmarks.recipes --num {len(records)}`, {taken}.",
+            f"`python -m benchmarks.recipes --first {first} --num {len(records)}`,"
+            f" {taken}.",
             f"{len(tried)} judged (the others cannot be trained in the way drawn): "
             + ", ".join(f"{v} {n}" for v, n in counts.items())
             + ". Exact: every predicted peak, that of the plain step too, is within"
