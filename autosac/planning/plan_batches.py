@@ -95,8 +95,9 @@ def plan(
             so does every branch that padding or none decides; of more than 16 some are
             planned for, the others follow the plan of the next larger one.
         memory_budget: Cap on the peak: bytes, or text such as "24GiB" or "80%".
-        ac_units: The only modules that may be AC units: names, patterns such as
-            ``"blocks.*"``, or classes. None for all that can be; ``[]`` for none.
+        ac_units: The only modules that may be AC units: names, also those of another
+            plan's ``policy``, patterns such as ``"blocks.*"``, or classes. None for all
+            that can be; ``[]`` for none.
         fsdp_units: Modules that will be FSDP units, likewise: no module around one may
             be an AC unit. Which modules are best is what `plan_parallel` decides.
         cap: What the budget caps on a GPU: "allocated" for what PyTorch's allocator

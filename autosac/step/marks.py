@@ -29,7 +29,7 @@ def marked(
     Args:
         marks: Names such as ``"blocks.0"``, patterns such as ``"blocks.*"``, classes,
             or one of these by itself. A name or pattern that stands for the model
-            itself is ``""``.
+            itself is ``""``; layers in a row are ``"body.0-body.2"``, as in policies.
         tree: The modules.
         name: The argument's name, for error messages.
         inside: The model itself cannot be meant.
@@ -44,6 +44,7 @@ def marked(
             own = {i for i, node in enumerate(tree.nodes) if node.class_name in names}
         elif isinstance(mark, str):
             own = {i for fqn, i in tree.index.items() if _is_named(fqn, mark)}
+            own = own or _layers(mark, tree)
         else:
             raise ArgumentError(
                 f"`{name}` has {mark!r}, which is no name, pattern or class of modules."
@@ -63,6 +64,16 @@ def marked(
 
 def _is_named(fqn: str, mark: str) -> bool:
     return fqn == mark or (bool(fqn) and fnmatch.fnmatchcase(fqn, mark))
+
+
+def _layers(mark: str, tree: ModuleTree) -> set[int]:
+    """Layers of an `nn.Sequential`, named by the first one and the last one."""
+    for fqn, first in tree.index.items():
+        last = tree.index.get(mark.removeprefix(f"{fqn}-"), -1)
+        if last > first and tree[last].parent == tree[first].parent:
+            layers = range(first, last + 1)
+            return {i for i in layers if tree[i].parent == tree[first].parent}
+    return set()
 
 
 def _class_names(kind: type) -> set[str]:

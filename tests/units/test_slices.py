@@ -99,6 +99,21 @@ def test_a_plan_with_slices_can_be_saved_told_and_taken_back(case, tmp_path):
     assert not any("forward" in module.__dict__ for module in model.modules())
 
 
+def test_names_that_a_policy_has_are_names_of_ac_units(case):
+    traced, plans, _, _ = case
+    plan = next(plan for plan in plans if slices_of(plan))
+
+    again = autosac.plan(
+        traced, memory_budget=plan.budget_bytes, ac_units=list(plan.policy)
+    )
+
+    assert any("-" in name for name in plan.policy)
+    assert again.policy == plan.policy
+    assert again.recompute_ms == plan.recompute_ms
+    with pytest.raises(autosac.ArgumentError, match="stands for no module"):
+        autosac.plan(traced, memory_budget=1, ac_units=["features.3-features.1"])
+
+
 def test_a_copy_of_a_sliced_model_is_sliced_and_has_its_own_layers(one_thread):
     traced = autosac.profile(perceptron(), rows())
     plan = autosac.plan(traced, memory_budget=autosac.floor(traced))
