@@ -68,11 +68,10 @@ def verdict(record: Record) -> str:
     cells, is_certain = record["cells"], not record["plain"]["differences"]
     if is_certain and any(cell["differences"] for cell in cells):
         return BITS
-    is_over = any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells)
-    if not is_certain or (is_over and _growth(record)):
-        return NOT_JUDGED  # no step is like the one before
-    if is_over:
-        return OVER
+    if any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells):
+        return NOT_JUDGED if _growth(record) else OVER
+    if not is_certain:
+        return NOT_JUDGED
     times = record.get("recompute_ms", [])
     if any(more > less for less, more in itertools.pairwise(times)):
         return DEARER

@@ -47,6 +47,10 @@ def record(*cells, plain=(), **more):
         (record(cell(11, differences=["loss"]), plain=["loss"]), verdicts.OVER),
         (record(status="refused", reason="No."), verdicts.REFUSED),
         (record(status="raw error", reason="KeyError: 1"), verdicts.RAW),
+        (
+            record(cell(11), warnings=["Modules keep 1 B more with every step."]),
+            verdicts.NOT_JUDGED,
+        ),
         (record(status="ended", phase="floor"), verdicts.SLOW),
         (record(status="ended", phase="real steps"), verdicts.NOT_JUDGED),
         (record(status="not built", reason="No."), verdicts.NOT_JUDGED),
