@@ -379,7 +379,8 @@ def _page(work: Path) -> str:
             f"{len(tried)} judged (the others cannot be trained in the way drawn): "
             + ", ".join(f"{v} {n}" for v, n in counts.items())
             + ". Exact: every predicted peak, that of the plain step too, is within"
-            " 0.2 % (or 64 bytes) of the allocator's.",
+            " 0.2 % (or 64 bytes) of the allocator's, in the second step: RAdam is"
+            " predicted as it is from its sixth step on.",
             "",
             "| seed | model | way | plan | found | |",
             "| ---: | --- | --- | --- | --- | --- |",
