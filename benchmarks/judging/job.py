@@ -43,6 +43,7 @@ BUILD, TRACE, CALIBRATE, FLOOR, PLANS, STEPS = (
     *("build", "trace", "calibrate", "floor", "plans", "real steps"),
 )
 PLANNING = (TRACE, CALIBRATE, FLOOR, PLANS)
+_HOSTS = re.compile(r"https?://[^\s'\"]+|(?<=host=)'[^']+'")
 _INSTALLED = re.compile(r"\S*/(site-packages|lib/python3\.\d+)/")
 _MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
 _MOST_WARNINGS, _LONGEST = 4, 300
@@ -181,8 +182,9 @@ def _trace(error: Exception) -> Record:
 
 
 def _without_places(text: str) -> str:
-    """A text with files by their place in their package."""
-    return _INSTALLED.sub("", text).replace(f"{Path.cwd()}/", "")
+    """A text with files by their place in their package, and no hosts."""
+    text = _INSTALLED.sub("", text).replace(f"{Path.cwd()}/", "")
+    return _HOSTS.sub("(a host)", text).replace(str(Path.home()), "~")
 
 
 def _sentence(error: Exception) -> str:
