@@ -71,8 +71,9 @@ class AnyCopies(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         tensor, memo = args
         if tensor.is_leaf:
+            deepcopy: Any = func
             try:
-                return func(*args)
+                return deepcopy(tensor, memo)
             except RuntimeError:
                 if type(tensor) is torch.Tensor:
                     raise
