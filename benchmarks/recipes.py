@@ -126,7 +126,7 @@ def draw(seed: int) -> Way:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Planning:
     """A way to plan.
 
     Attributes:
@@ -170,7 +170,7 @@ class Asked:
             return autosac.Plan.load(path)
 
 
-def asked(seed: int) -> Asked:
+def draw_planning(seed: int) -> Planning:
     """The way to plan with a number."""
     rng = random.Random(f"plan {seed}")
     options: dict[str, Any] = {}
@@ -183,7 +183,7 @@ def asked(seed: int) -> Asked:
     num_units = rng.choice([None, None, 1, 3, 8])
     share = rng.uniform(-0.3, 1.0)
     chosen = tuple(options.items())
-    return Asked(share=share, options=chosen, num_units=num_units, seed=seed)
+    return Planning(share=share, options=chosen, num_units=num_units, seed=seed)
 
 
 def _prepared(make_model: Callable[[], nn.Module], way: Way) -> nn.Module:
@@ -220,11 +220,13 @@ def _cast(inputs: Any, way: Way) -> Any:
     return torch.utils._pytree.tree_map(cast, inputs)
 
 
-def judge(name: str, way: Way, asked: Asked) -> dict[str, Any]:
+def _drawn(name: str, way: Way, planning: Planning) -> dict[str, Any]:
+    return {"model": name, "way": str(way), "planning": str(planning)}
+
+
+def judge(name: str, way: Way, planning: Planning) -> dict[str, Any]:
     """Plan a model at some budgets and really train each plan."""
-    record: dict[str, Any] = {
-        "model": name, "way": str(way), "asked": str(asked), "status": "done",
-    }  # fmt: skip
+    record = _drawn(name, way, planning) | {"status": "done"}
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     phase = "build"
@@ -274,7 +276,7 @@ def judge(name: str, way: Way, asked: Asked) -> dict[str, Any]:
             for share in _SHARES
         ]
         phase = "drawn plan"
-        plans.append(asked.plan(profile, floor, sorted(plans[0].policy)))
+        plans.append(planning.plan(profile, floor, sorted(plans[0].policy)))
         phase = "real steps"
         done = verify_each(plans, steps)
     except NotBuiltError as error:
@@ -284,7 +286,7 @@ def judge(name: str, way: Way, asked: Asked) -> dict[str, Any]:
         if phase in ("build", "plain step"):  # nor does it train without a plan
             status = "not built"
         return record | {"status": status, "phase": phase, "reason": _line(error)}
-    labels = [*(f"{share:.0%}" for share in _SHARES), "as asked"]
+    labels = [*(f"{share:.0%}" for share in _SHARES), "as drawn"]
     cells = [("plain", peak, peak, plain.measured_peak_bytes, plain.differences)]
     cells += [
         (label, plan.budget_bytes, plan.peak_bytes, one.measured_peak_bytes,
@@ -336,23 +338,19 @@ def _run(seeds: range, work: Path, limit_s: int) -> None:
         if path.exists():
             continue
         name = random.Random(seed).choice(names)
+        drawn = _drawn(name, draw(seed), draw_planning(seed))
         command = [sys.executable, "-m", "benchmarks.recipes", "--one", str(seed), name]
         try:
             ended = subprocess.run(
                 command, capture_output=True, text=True, timeout=limit_s, check=False
             )
             lines = [s for s in ended.stdout.splitlines() if s.startswith("{")]
-            record = json.loads(lines[-1]) if lines else {
-                "model": name, "way": str(draw(seed)), "asked": str(asked(seed)),
-                "status": "died", "reason": ended.stderr[-400:],
-            }  # fmt: skip
+            died = {"status": "died", "reason": ended.stderr[-400:]}
+            record = json.loads(lines[-1]) if lines else drawn | died
         except subprocess.TimeoutExpired:
-            record = {
-                "model": name, "way": str(draw(seed)), "asked": str(asked(seed)),
-                "status": "out of time",
-            }  # fmt: skip
+            record = drawn | {"status": "out of time"}
         path.write_text(json.dumps(record | {"seed": seed}) + "\n")
-        parts = (f"{seed} {name}", record["way"], record["asked"], verdict(record))
+        parts = (f"{seed} {name}", record["way"], record["planning"], verdict(record))
         print(*parts, sep=" | ", flush=True)
 
 
@@ -365,7 +363,7 @@ def _page(work: Path) -> str:
     tried = [v for v in verdicts if v not in ("not built", "two plain runs differ")]
     counts = {v: tried.count(v) for v in dict.fromkeys(tried)}
     rows = [
-        f"| {r['seed']} | {r['model']} | {r['way']} | {r['asked']} | {v} |"
+        f"| {r['seed']} | {r['model']} | {r['way']} | {r['planning']} | {v} |"
         f" {_reason(r)} |"
         for r, v in zip(records, verdicts, strict=True)
         if v != "not built"
@@ -409,7 +407,7 @@ def main() -> None:
     if options.one:
         seed = int(options.one[0])
         Limits(memory_bytes=_MOST_BYTES, cpu_s=options.limit_s).impose()
-        print(json.dumps(judge(options.one[1], draw(seed), asked(seed))))
+        print(json.dumps(judge(options.one[1], draw(seed), draw_planning(seed))))
         return
     options.work.mkdir(exist_ok=True, parents=True)
     seeds = range(options.first, options.first + options.num)

@@ -249,6 +249,13 @@ def test_parallel_units_that_cannot_be_are_refused(profile, given, match):
         parallel(profile, **given)
 
 
+def test_a_model_without_any_unit_is_told_to_leave_them_out():
+    profile = autosac.profile(nn.Linear(8, 8), torch.randn(4, 8))
+
+    with pytest.raises(autosac.ArgumentError, match=r"nor can any other .* leave"):
+        autosac.plan(profile, memory_budget="1GiB", ac_units=[""])
+
+
 # --- sweeps, batch sizes, the command line ----------------------------------------
 
 

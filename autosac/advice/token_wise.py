@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autosac.pytrees import tensors_in
+from autosac.tracing.shared_handles import handles_shared
 
 _KEPT = frozenset(  # their results have the tokens in one dimension, or not at all
     {
@@ -173,7 +174,8 @@ def _on_meta(module: torch.nn.Module) -> torch.nn.Module:
         memo[id(parameter)] = torch.nn.Parameter(data, parameter.requires_grad)
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer.detach(), device="meta")
-    return copy.deepcopy(module, memo)
+    with handles_shared():
+        return copy.deepcopy(module, memo)
 
 
 def _prime_above(size: int) -> int:

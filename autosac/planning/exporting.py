@@ -22,6 +22,7 @@ from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
 from autosac.quantities import format_bytes, format_ms
 from autosac.step.tape import Tape
+from autosac.tracing.shared_handles import handles_shared
 
 _TARGETS = {
     "transformers": export_targets.of_transformers,
@@ -212,4 +213,5 @@ def _traced(setting: Setting, profile: Profile) -> Profile:
 def _sharing(model: torch.nn.Module) -> Any:
     """A copy of a model's modules that has its very parameters and buffers."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    with handles_shared():
+        return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -151,14 +151,12 @@ def _check_some_left(step: TracedStep, new: TracedStep) -> None:
         return
     refused = step.units.refused
     why = next((f"`{fqn}`: {refused[fqn]}" for fqn in wanted if fqn in refused), None)
+    because = "" if why is None else f" ({why})"
     able = ", ".join(f"`{unit.fqn}`" for unit in step.units.candidates[:3])
     kept = "keep" if why is None else "can be rerun and keep"
+    advice = f": name modules that {kept} activation memory, such as {able}."
+    if not able:
+        advice = ", nor can any other module of this model: leave `ac_units` out."
     raise ArgumentError(
-        "None of the modules in `ac_units` can be an AC unit"
-        f"{'' if why is None else f' ({why})'}: "
-        + (
-            f"name modules that {kept} activation memory, such as {able}."
-            if able
-            else "nor can any other of this model, so leave it out."
-        )
+        f"None of the modules in `ac_units` can be an AC unit{because}{advice}"
     )

@@ -38,7 +38,22 @@ _BUILT_ANEW = (
 _OPTIMIZERS = (torch.optim.Optimizer, OptimizerInBackward)
 
 
-class _FakeCopies(TorchFunctionMode):
+class _Copies(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` hand on what a process has but once."""
+
+    def __enter__(self) -> Any:
+        self._handles = handles_shared()
+        self._handles.__enter__()
+        mode: Any = super()  # PyTorch's is not typed
+        return mode.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        mode: Any = super()
+        mode.__exit__(*error)
+        self._handles.__exit__(*error)
+
+
+class _FakeCopies(_Copies):
     """Makes ``copy.deepcopy`` turn every tensor it meets into a fake one."""
 
     def __init__(self, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -56,7 +71,7 @@ class _FakeCopies(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class AnyCopies(TorchFunctionMode):
+class AnyCopies(_Copies):
     """Lets ``copy.deepcopy`` copy tensors that it refuses.
 
     Those that were computed, which modules keep: the weight of
@@ -98,7 +113,7 @@ def copied(
         mode: Of the fake tensors that they hold; None for real ones.
     """
     memo = typed_parameters(step) if mode is None else {}
-    copies: TorchFunctionMode = AnyCopies()
+    copies: _Copies = AnyCopies()
     if mode is not None:
         convert = _conversion(step, mode)
         # Parameters are not copied through `Tensor.__deepcopy__`.
@@ -108,7 +123,7 @@ def copied(
         _check_hooks(step.model)
     _check_slots(step.model)
     inputs = (step.args, step.kwargs)
-    with copies, handles_shared():
+    with copies:
         model = _copy_of("model", step.model, memo, _GIVE_A_COPY)
         _check_parameters(step.model, model, memo)
         advice = _advice_on_wrapper(step.optimizer) or _BUILT_ANEW
@@ -122,7 +137,7 @@ def copied(
         with _compat_plain.fakes_of(mode):
             optimizer = _built(optimizer, model)
     cast_arguments(model, step.compute_dtype)
-    with copies, handles_shared():
+    with copies:
         loss_fn, puts_back = own_functions(
             *(model, step.model, step.loss_fn, memo),
             optimizer=optimizer,

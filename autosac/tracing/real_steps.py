@@ -38,7 +38,6 @@ from autosac.tracing.copying import (
 from autosac.tracing.failures import explanation, place_of
 from autosac.tracing.learned import Learned
 from autosac.tracing.probing import Probe
-from autosac.tracing.shared_handles import handles_shared
 from autosac.tracing.step import Step
 from autosac.tracing.trace import trace
 
@@ -166,7 +165,7 @@ def _own_parameters(step: Step, *, shared: bool) -> dict[int, Any]:
 def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | None:
     memo = _own_parameters(step, shared=frugal)
     originals = (step.model, step.args, step.kwargs)
-    with AnyCopies(), handles_shared():
+    with AnyCopies():
         model, args, kwargs = copy.deepcopy(originals, memo)
         copy_parameter_attributes(step.model, memo)
         loss_fn, puts_back = own_functions(

@@ -47,7 +47,7 @@ _HOSTS = re.compile(r"https?://[^\s'\"]+|(?<=host=)'[^']+'")
 _INSTALLED = re.compile(r"\S*/(site-packages|lib/python3\.\d+)/")
 _MEMORY = re.compile(r"can't allocate memory|not enough memory", re.IGNORECASE)
 _MOST_WARNINGS, _LONGEST = 4, 300
-_OWN = str(Path(__file__).parents[2])
+_OWN = (str(Path(__file__).parents[1]), str(Path(autosac.__file__).parent))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class _Notes:
                 self._keep(caught)
 
     def _keep(self, caught: list[warnings.WarningMessage]) -> None:
-        # Ours name the line that calls us, which is one of a benchmark.
+        # Ours name the line that calls us, which is most often one of a benchmark.
         own = [str(w.message) for w in caught if w.filename.startswith(_OWN)]
         kept = self.record.setdefault("warnings", [])
         for text in dict.fromkeys(own):

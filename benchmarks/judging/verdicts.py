@@ -68,8 +68,11 @@ def verdict(record: Record) -> str:
     cells, is_certain = record["cells"], not record["plain"]["differences"]
     if is_certain and any(cell["differences"] for cell in cells):
         return BITS
-    if any(cell["measured_bytes"] > cell["budget_bytes"] for cell in cells):
-        return NOT_JUDGED if _growth(record) else OVER
+    over = max(cell["measured_bytes"] - cell["budget_bytes"] for cell in cells)
+    if over > 0:
+        plain = record["plain"]
+        grown = plain["measured_bytes"] - plain["predicted_bytes"]
+        return NOT_JUDGED if _growth(record) and over <= grown else OVER
     if not is_certain:
         return NOT_JUDGED
     times = record.get("recompute_ms", [])

@@ -35,6 +35,11 @@ def record(*cells, plain=(), **more):
     }
 
 
+def growing(*cells):
+    said = ["Modules keep 1 B more with every step."]
+    return record(*cells, warnings=said) | {"plain": cell(11)}
+
+
 @pytest.mark.parametrize(
     ("observed", "expected"),
     [
@@ -47,10 +52,8 @@ def record(*cells, plain=(), **more):
         (record(cell(11, differences=["loss"]), plain=["loss"]), verdicts.OVER),
         (record(status="refused", reason="No."), verdicts.REFUSED),
         (record(status="raw error", reason="KeyError: 1"), verdicts.RAW),
-        (
-            record(cell(11), warnings=["Modules keep 1 B more with every step."]),
-            verdicts.NOT_JUDGED,
-        ),
+        (growing(cell(11)), verdicts.NOT_JUDGED),
+        (growing(cell(12)), verdicts.OVER),  # by more than without a plan
         (record(status="ended", phase="floor"), verdicts.SLOW),
         (record(status="ended", phase="real steps"), verdicts.NOT_JUDGED),
         (record(status="not built", reason="No."), verdicts.NOT_JUDGED),

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.advice.bf16_models import in_bf16
 from autosac.errors import ArgumentError, TraceError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -288,6 +289,16 @@ def test_what_a_process_has_but_once_is_shared_with_copies(make, tmp_path):
     assert copyreg.dispatch_table == known
     if isinstance(model[0], Logged):
         assert model[0].held.qsize() == 2  # of real steps alone
+
+
+def test_a_copy_in_another_type_shares_what_a_process_has_but_once():
+    model = Locked(threading.Lock())
+
+    copied = in_bf16(model)
+
+    assert copied.held is model.held
+    assert copied.layers[0].weight.dtype == torch.bfloat16
+    assert model.layers[0].weight.dtype == torch.float32
 
 
 def _train_at_the_floor(model):
