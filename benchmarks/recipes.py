@@ -4,7 +4,8 @@
 ``torch.optim``, with drawn options), autocast, parameters' type, frozen parameters,
 micro-steps, clipping, `zero_grad` and memory format are drawn, too, with the model.
 Each is planned near its floor, halfway to the plain step's peak, and once in a drawn
-way to plan: offload, fewer AC units, segments, solver, any budget.
+way to plan: offload, fewer AC units, segments, solver, any budget. With `--packages`
+the models are those of the optional packages that are installed.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,9 +34,15 @@ from autosac.verification.verifying import Recipe as Steps
 from autosac.verification.verifying import verify_each
 from benchmarks.environment import environment
 from benchmarks.judging.job import Limits
-from benchmarks.models.drawn import SOURCES, NotBuiltError, build_small, every
+from benchmarks.models.drawn import (
+    SOURCES,
+    NotBuiltError,
+    build_small,
+    every,
+    packages,
+)
 
-_OUTPUT = Path(__file__).parent / "results" / "recipes.md"
+_RESULTS = Path(__file__).parent / "results"
 _SHARES = (0.05, 0.5)  # of the way from the floor to the plain step's peak
 _SPECIAL = ("LBFGS", "SparseAdam", "Muon")  # take a closure, or not every gradient
 _LINES = 200
@@ -330,9 +337,9 @@ def verdict(record: dict[str, Any]) -> str:
     return f"off by {max(said / seen - 1 for said, seen in pairs):+.1%}"
 
 
-def _run(seeds: range, work: Path, limit_s: int) -> None:
+def _run(seeds: range, sources: Iterable[str], work: Path, limit_s: int) -> None:
     """Judge the models with some numbers, each in a process of its own."""
-    names = [name for source in SOURCES for name in every(source)]
+    names = [name for source in sources for name in every(source)]
     for seed in seeds:
         path = work / f"{seed}.json"
         if path.exists():
@@ -354,7 +361,7 @@ def _run(seeds: range, work: Path, limit_s: int) -> None:
         print(*parts, sep=" | ", flush=True)
 
 
-def _page(work: Path) -> str:
+def _page(work: Path, options: str) -> str:
     files = sorted(work.glob("*.json"), key=lambda path: int(path.stem))
     records = [json.loads(path.read_text()) for path in files]
     first = files[0].stem
@@ -372,8 +379,8 @@ def _page(work: Path) -> str:
         [
             "# Ways to train: drawn models with drawn optimizers, types and loops",
             "",
-            f"`python -m benchmarks.recipes --first {first} --num {len(records)}`,"
-            f" {taken}.",
+            f"`python -m benchmarks.recipes{options} --first {first} --num"
+            f" {len(records)}`, {taken}.",
             f"{len(tried)} judged (the others cannot be trained in the way drawn): "
             + ", ".join(f"{v} {n}" for v, n in counts.items())
             + ". Exact: every predicted peak, that of the plain step too, is within"
@@ -402,17 +409,24 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=work, help="files of models, kept")
     parser.add_argument("--limit-s", type=int, default=600, help="of a model")
     parser.add_argument("--one", nargs=2, metavar=("SEED", "MODEL"))
-    parser.add_argument("--output", type=Path, default=_OUTPUT)
+    parser.add_argument("--packages", action="store_true", help="models of these")
+    parser.add_argument("--output", type=Path, help="page; default: among the results")
     options = parser.parse_args()
     if options.one:
         seed = int(options.one[0])
         Limits(memory_bytes=_MOST_BYTES, cpu_s=options.limit_s).impose()
         print(json.dumps(judge(options.one[1], draw(seed), draw_planning(seed))))
         return
+    sources: Iterable[str] = SOURCES
+    given, name = "", "recipes"
+    if options.packages:
+        sources, given, name = packages.installed(), " --packages", "recipes_packages"
+        options.work /= name
     options.work.mkdir(exist_ok=True, parents=True)
     seeds = range(options.first, options.first + options.num)
-    _run(seeds, options.work, options.limit_s)
-    options.output.write_text(_page(options.work))
+    _run(seeds, sources, options.work, options.limit_s)
+    page = options.output or _RESULTS / f"{name}.md"
+    page.write_text(_page(options.work, given))
 
 
 if __name__ == "__main__":
