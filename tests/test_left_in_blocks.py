@@ -77,3 +77,11 @@ def test_no_plan_peaks_below_what_it_takes_in_the_smallest_blocks():
         least_bytes = least.peak_bytes(choice)
         assert simulator.peak_bytes(choice) <= least_bytes
         assert least_bytes <= simulator.true_peak_bytes(choice)
+
+
+def test_in_blocks_of_twice_the_size_every_choice_takes_twice_the_memory():
+    profile = dense(seed=0)
+    simulator = profile.simulator
+    twice = simulator.resized(2 * simulator.requested_bytes)
+    for choice in choices_of(profile):
+        assert twice.peak_bytes(choice) == 2 * simulator.peak_bytes(choice)

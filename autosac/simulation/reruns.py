@@ -2,6 +2,9 @@
 
 Most of it does not depend on the policy: it is worked out once for each unit, as rows
 that say which group they belong to. A policy selects among these.
+
+Spans say what they are as large as, not how large that is, so that all of it holds in
+blocks of any size: see `sizes_of`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from autosac.units.unit import Piece, Unit
 _RANDOM_STATE_BYTES = 5056
 
 BoolArray = npt.NDArray[np.bool_]
-Span = tuple[int, int, int]  # memory: key from which, key to which, bytes
+# Memory: key from which, key to which, and the place of its bytes in `sizes_of`.
+Span = tuple[int, int, int]
 
 
 @dataclass(slots=True)
@@ -31,7 +35,7 @@ class Lifetimes:
 
     Attributes:
         held: Storage -> key until when it is kept alive.
-        copies: From, to and bytes of what is made again, in parts of shape (., 3),
+        copies: Spans of what is made again, in parts of shape (., 3),
         works: and of what its kernels hold for themselves.
     """
 
@@ -62,13 +66,13 @@ class _Rerun:
         kept: Storages that the call does not make -> key until when it keeps them.
         storages: What its groups make,
         made_by: the group of each,
-        pieces: from, to and bytes of each if it is made again,
+        pieces: the span of each if it is made again,
         dropped: and key until when autograd has it if nobody needs it in backward, 0
             unless the call drops a graph that it belongs to.
-        states: From, to and bytes of random states that are copied after the groups.
+        states: Spans of random states that are copied after the groups.
         works: Those that are copied unless a group is saved, and what kernels hold
-            if it is rerun: group, whether a kernel holds it, from, to and bytes.
-        fetched: From, to and bytes of arguments that are copied back.
+            if it is rerun: group, whether a kernel holds it, and its span.
+        fetched: Spans of arguments that are copied back.
         moves: Which of the storages are in far memory if they are saved,
         let_go: which the device holds until this key,
         back: and has again from this one on.
@@ -132,6 +136,10 @@ class Reruns:
         self._places = [
             i for i, op in enumerate(tape.ops) if op.random or op.workspace_bytes
         ]
+        first_work = len(tape.storages) + len(tape.library_bytes)
+        with_work = (i for i, op in enumerate(tape.ops) if op.workspace_bytes)
+        self._works_of = {i: first_work + n for n, i in enumerate(with_work)}
+        self._state = first_work + len(self._works_of)
         self._known: dict[tuple[Unit, int, tuple[int, ...] | None], _Rerun] = {}
         self._until: dict[Unit, dict[int, int]] = {}
 
@@ -164,14 +172,15 @@ class Reruns:
             self._until[unit] = until
         return self._until[unit]
 
-    def workspaces(self, ops: Iterable[Op], begin: int) -> list[Span]:
-        """What kernels that run again allocate inside themselves."""
+    def workspaces(self, ops: Iterable[int], begin: int) -> list[Span]:
+        """What kernels that run again allocate inside themselves, by places of ops."""
         held = []
-        for op in ops:
+        for i in ops:
+            op = self._tape.ops[i]
             if op.workspace_bytes:
-                held.append((begin + op.made, begin + op.end, op.workspace_bytes))
+                held.append((begin + op.made, begin + op.end, self._works_of[i]))
             if op.random and self._copies_states:
-                held.append((begin + op.made, begin + op.end, _RANDOM_STATE_BYTES))
+                held.append((begin + op.made, begin + op.end, self._state))
         return held
 
     def _rerun(self, unit: Unit, piece: Piece) -> _Rerun:
@@ -198,7 +207,7 @@ class Reruns:
             },
             storages=storages,
             made_by=np.repeat(np.arange(len(counts)), counts),
-            pieces=np.array([begin + born, end, tape.nbytes[storages]]).T,
+            pieces=np.array([begin + born, end, storages]).T,
             dropped=np.where(kept_until < unit.call.exit, kept_until * span, 0).clip(0),
             states=rows(self._states(tail), 3),
             works=rows(self._works(unit, begin), 5),
@@ -206,15 +215,7 @@ class Reruns:
             let_go=piece.let_go * span,
             back=back,
             fetched=rows(
-                (
-                    (
-                        back,
-                        max(stop, until.get(s, 0) * span),
-                        int(tape.nbytes[s]),
-                    )
-                    for s in far
-                ),
-                3,
+                ((back, max(stop, until.get(s, 0) * span), s) for s in far), 3
             ),
         )
 
@@ -226,13 +227,14 @@ class Reruns:
         if not indices:
             return
         group_of = {i: g for g, group in enumerate(unit.groups) for i in group.ops}
-        by_group: dict[int, list[Op]] = {}
+        by_group: dict[int, list[int]] = {}
         for i in indices:
             g = group_of.get(i - ops.start)
             if g is not None:
-                by_group.setdefault(g, []).append(self._tape.ops[i])
+                by_group.setdefault(g, []).append(i)
         for g, own in sorted(by_group.items()):
-            yield from ((g, 0, *piece) for piece in self._states(own))
+            drawn = (self._tape.ops[i] for i in own)
+            yield from ((g, 0, *piece) for piece in self._states(drawn))
             yield from ((g, 1, *piece) for piece in self.workspaces(own, begin))
 
     def _tail(self, unit: Unit) -> list[Op]:
@@ -250,10 +252,20 @@ class Reruns:
         if not self._copies_states:
             return []
         return [
-            (op.start * self._span, op.made * self._span, _RANDOM_STATE_BYTES)
+            (op.start * self._span, op.made * self._span, self._state)
             for op in ops
             if op.random
         ]
+
+
+def sizes_of(tape: Tape) -> IntArray:
+    """Bytes of all that a span may name: see `Span`.
+
+    Of storages, what libraries keep, workspaces of ops, and a random state.
+    """
+    works = (op.workspace_bytes for op in tape.ops if op.workspace_bytes)
+    others = [*tape.library_bytes, *works, _RANDOM_STATE_BYTES]
+    return np.concatenate([tape.nbytes, np.array(others, dtype=np.int64)])
 
 
 def rows(tuples: Iterable[tuple[int, ...]], width: int) -> IntArray:

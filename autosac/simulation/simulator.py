@@ -17,9 +17,8 @@ made once more at the chain's trigger, just before its last block is rerun.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -27,6 +26,7 @@ import numpy as np
 from autosac.devices.allocator_settings import AllocatorSettings, Cap
 from autosac.simulation.alike_plays import AlikePlays
 from autosac.simulation.allocator_steps import (
+    FirstStep,
     HandedOut,
     block_bytes,
     first_step,
@@ -34,48 +34,17 @@ from autosac.simulation.allocator_steps import (
     replay,
 )
 from autosac.simulation.caching_allocator import CachingAllocator
-from autosac.simulation.reruns import Lifetimes, Reruns, Span, rows
+from autosac.simulation.effects import Effect, Effects
+from autosac.simulation.reruns import rows, sizes_of
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import CATEGORIES, IntArray, Tape
-from autosac.units.policies import RERUN, SAVE, Policy
-from autosac.units.unit import Piece, Unit
+from autosac.units.policies import Policy
+from autosac.units.unit import Unit
 
 _MOST_BLOCKS = 100_000  # of an allocator in several replays: some tenths of a second
 _FEWEST_REPLAYS = 4
 _MOST_ABOVE = 20_000  # choices known to break a budget, a KiB each
 _SLOW = 10  # times as long takes a replay of small requests, too
-
-
-@dataclass(frozen=True, kw_only=True)
-class Effect:
-    """How running one unit under one policy changes lifetimes.
-
-    Attributes:
-        held: Storages that are kept alive,
-        held_until: and the keys until when.
-        copies: What rerun ops allocate: keys from and to which, and bytes; (., 3).
-        works: What their kernels hold for themselves, likewise.
-    """
-
-    held: IntArray
-    held_until: IntArray
-    copies: IntArray
-    works: IntArray
-
-
-@dataclass(slots=True)
-class _Onward:
-    """A block that runs onward, in ticks of its forward pass.
-
-    Attributes:
-        saved: Storages that its policy has saved.
-        remade: Storage, from, to and bytes of what is made on the way to a later block.
-        works: From, to and bytes of what its kernels hold for themselves.
-    """
-
-    saved: list[int] = field(default_factory=list)
-    remade: list[tuple[int, int, int, int]] = field(default_factory=list)
-    works: list[Span] = field(default_factory=list)
 
 
 class Simulator:
@@ -86,6 +55,9 @@ class Simulator:
         settings: Of the allocator of a GPU.
         cap: What a budget caps on a GPU: what the allocator hands out, or all that it
             reserves.
+        effects: Of the units of this tape, if some are known.
+        sizes: Bytes of all that spans may name, if they are not those of the tape: see
+            `autosac.simulation.reruns`.
 
     Attributes:
         num_replayed: How often the allocator was replayed for a true peak.
@@ -96,37 +68,42 @@ class Simulator:
         tape: Tape,
         settings: AllocatorSettings | None = None,
         cap: Cap = "allocated",
+        effects: Effects | None = None,
+        sizes: IntArray | None = None,
     ) -> None:
         self.tape = tape
         self.settings = settings or AllocatorSettings()
         self.cap = cap
         self.span = tape.num_ticks + 2
-        self._first_step = first_step(tape, self.span)
-        self._effects: dict[tuple[Unit, Policy], Effect] = {}
-        self._reruns = Reruns(tape, self.span)
-        self._later: dict[Hashable, Lifetimes] = {}
-        self._onwards: dict[Hashable, _Onward] = {}
+        self._effects = effects or Effects(tape, self.span)
         self._allocator_peaks: dict[
             tuple[Cap, frozenset[tuple[Unit, Policy]]], int
         ] = {}
         self._above: dict[frozenset[tuple[Unit, Policy]], int] = {}
-        self._alike_plays = AlikePlays(self._first_step, self.settings)
         self.num_replayed = 0
+        self._storages = np.arange(len(tape.storages))
         self._born = tape.born * self.span
         self._died = tape.died * self.span
         self._saved_until = tape.saved_until * self.span
-        library = [(0, tape.num_ticks, nbytes) for nbytes in tape.library_bytes]
-        used = [
-            (op.made, op.end, op.workspace_bytes)
-            for op in tape.ops
-            if op.workspace_bytes
-        ]
-        self._always = rows([*library, *used], 3)  # what kernels hold for themselves
+        library = [(0, tape.num_ticks) for _ in tape.library_bytes]
+        used = [(op.made, op.end) for op in tape.ops if op.workspace_bytes]
+        # What libraries and kernels hold for themselves.
+        always = enumerate([*library, *used], start=len(tape.storages))
+        self._always = rows(((*span, place) for place, span in always), 3)
         self._always[:, :2] *= self.span
+        self.sizes = sizes_of(tape) if sizes is None else sizes
         # Numbers that autograd may keep as CPU tensors, from forward and from rerun:
         # an upper bound, as no fake tensor shows them.
         wrapped = sum(op.wrapped_numbers for op in tape.ops)
         self.number_bytes = 16 * wrapped if tape.device_type == "cpu" else 0
+
+    @cached_property
+    def _first_step(self) -> FirstStep:
+        return first_step(self.tape, self.span)
+
+    @cached_property
+    def _alike_plays(self) -> AlikePlays:
+        return AlikePlays(self._first_step, self.settings)
 
     def timeline(
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
@@ -152,7 +129,7 @@ class Simulator:
         return Ledger(
             born=np.concatenate([self._born, added[:, 0]]),
             died=np.concatenate([self._freed(chosen, effects), added[:, 1]]),
-            nbytes=np.concatenate([self.tape.nbytes, added[:, 2]]),
+            nbytes=self.sizes[np.append(self._storages, added[:, 2])],
             end=self.tape.num_ticks * self.span,
             constant_bytes=self.number_bytes if workspaces else 0,
         )
@@ -312,7 +289,7 @@ class Simulator:
 
         Its storages, then what libraries and kernels hold for themselves.
         """
-        return np.concatenate([self.tape.nbytes, self._always[:, 2]])
+        return self.sizes[:-1]  # but for the state of random numbers
 
     def block_bytes(self, chosen: Mapping[Unit, Policy]) -> IntArray:
         """Sizes of the blocks that the allocator gives to all of these under a plan.
@@ -332,24 +309,10 @@ class Simulator:
         works = sizes[first_work + num_copies :][: len(self._always)]
         return np.concatenate([sizes[:first_work], works])
 
-    def resized(self, sizes: IntArray) -> Simulator:
-        """The simulator of this step with other sizes of all of these."""
-        nbytes = sizes.tolist()
-        first_work = len(self.tape.storages) + len(self.tape.library_bytes)
-        works = iter(nbytes[first_work:])
-        tape = replace(
-            self.tape,
-            storages=tuple(
-                replace(storage, nbytes=own)
-                for storage, own in zip(self.tape.storages, nbytes, strict=False)
-            ),
-            ops=tuple(
-                replace(op, workspace_bytes=next(works)) if op.workspace_bytes else op
-                for op in self.tape.ops
-            ),
-            library_bytes=tuple(nbytes[len(self.tape.storages) : first_work]),
-        )
-        return Simulator(tape, self.settings, self.cap)
+    def resized(self, requested_bytes: IntArray) -> Simulator:
+        """The simulator of this step with other sizes of all that it allocates."""
+        sizes = np.append(requested_bytes, self.sizes[-1:])
+        return Simulator(self.tape, self.settings, self.cap, self._effects, sizes)
 
     def peak_bytes(
         self, chosen: Mapping[Unit, Policy], *, workspaces: bool = True
@@ -386,11 +349,8 @@ class Simulator:
         )
 
     def effect(self, unit: Unit, policy: Policy) -> Effect:
-        """How one unit under one policy changes lifetimes (cached)."""
-        key = (unit, policy)
-        if key not in self._effects:
-            self._effects[key] = self._make_effect(unit, policy)
-        return self._effects[key]
+        """How one unit under one policy changes lifetimes."""
+        return self._effects.of(unit, policy)
 
     def _effects_of(self, chosen: Mapping[Unit, Policy]) -> list[Effect]:
         return [self.effect(unit, policy) for unit, policy in chosen.items()]
@@ -410,90 +370,3 @@ class Simulator:
             held_until = np.concatenate([effect.held_until for effect in effects])
             np.maximum.at(freed, held, held_until)
         return freed
-
-    def _make_effect(self, unit: Unit, policy: Policy) -> Effect:
-        lifetimes, needed_until = Lifetimes(), dict[int, int]()
-        pieces = unit.schedule(policy)
-        for piece in pieces:
-            if piece.leave is None:
-                lifetimes.add(self._rerun(piece, is_one_of=len(pieces)))
-                self._note_needs(piece, needed_until)
-        copies: list[Span] = []
-        works: list[Span] = []
-        for piece in pieces:
-            if piece.leave is not None:
-                passed, start = self._onward(piece), piece.begin(self.span)
-                for storage in passed.saved:
-                    if storage in needed_until:
-                        lifetimes.hold(storage, needed_until[storage])
-                copies += [
-                    (start + born, needed_until.get(storage, start + end), nbytes)
-                    for storage, born, end, nbytes in passed.remade
-                ]
-                works += [(start + a, start + b, n) for a, b, n in passed.works]
-        for storage in unit.call.inputs:
-            lifetimes.hold(storage, unit.held_until(storage) * self.span)
-        if unit.is_streamed:
-            copies += self._streamed(unit, policy, lifetimes)
-        return Effect(
-            held=np.array(list(lifetimes.held), dtype=np.int64),
-            held_until=np.array(list(lifetimes.held.values()), dtype=np.int64),
-            copies=np.concatenate([*lifetimes.copies, rows(copies, 3)]),
-            works=np.concatenate([*lifetimes.works, rows(works, 3)]),
-        )
-
-    def _streamed(
-        self, unit: Unit, policy: Policy, lifetimes: Lifetimes
-    ) -> Iterator[Span]:
-        """What a unit keeps that reruns nothing, and what it allocates again."""
-        moves = unit.moves(policy)
-        moved = {move.storage for move in moves}
-        for i in unit.saved:
-            storage = self.tape.saved[i].storage
-            if storage not in moved:
-                lifetimes.hold(storage, int(self._saved_until[i]))
-        for move in moves:
-            lifetimes.hold(move.storage, move.let_go * self.span)
-            nbytes = self.tape.storages[move.storage].nbytes
-            yield move.fetched * self.span, move.until * self.span, nbytes
-
-    def _note_needs(self, piece: Piece, needed_until: dict[int, int]) -> None:
-        """Until when a piece needs what earlier pieces make for it."""
-        if piece.relayed:
-            until = self._reruns.saved_until(piece.unit)
-            for storage in piece.relayed:
-                saved_until = until.get(storage, 0) * self.span
-                end = max(piece.trigger * self.span - 1, saved_until)
-                needed_until[storage] = max(needed_until.get(storage, 0), end)
-
-    def _rerun(self, piece: Piece, *, is_one_of: int) -> Lifetimes:
-        """A piece that autograd records; blocks of several chains are cached."""
-        policy = Policy(piece.choices)
-        if is_one_of == 1:
-            return self._reruns.lifetimes(piece.unit, policy, piece)
-        key = (piece.unit, policy, piece.relayed, piece.begin(self.span))
-        if key not in self._later:
-            self._later[key] = self._reruns.lifetimes(piece.unit, policy, piece)
-        return self._later[key]
-
-    def _onward(self, piece: Piece) -> _Onward:
-        """A piece that only makes what later pieces get (cached)."""
-        assert piece.leave is not None
-        key = (piece.unit, piece.choices, piece.leave)
-        if key not in self._onwards:
-            self._onwards[key] = self._work_onward(piece, piece.leave)
-        return self._onwards[key]
-
-    def _work_onward(self, piece: Piece, leave: int) -> _Onward:
-        onward = _Onward()
-        for group, choice in zip(piece.groups, piece.choices, strict=True):
-            if choice == SAVE:
-                onward.saved += group.storages
-            elif choice == RERUN:
-                for storage in group.storages:
-                    record = self.tape.storages[storage]
-                    end = min(record.died, leave)
-                    onward.remade.append((storage, record.born, end, record.nbytes))
-                ops = (self.tape.ops[piece.unit.ops[i]] for i in group.ops)
-                onward.works += self._reruns.workspaces(ops, 0)
-        return onward

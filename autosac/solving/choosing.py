@@ -12,7 +12,7 @@ from autosac.simulation.simulator import Simulator
 from autosac.solvers import sac
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.correcting import MOST_WORK, Search
-from autosac.solving.formulation import Formulation, formulate
+from autosac.solving.formulation import Formulation
 from autosac.solving.incumbents import Incumbents, recompute_ms
 from autosac.solving.moved_blocks import MovedBlocks
 from autosac.solving.one_by_one import PROVEN
@@ -157,8 +157,7 @@ class Chooser(StepModel):
 
     def _in_blocks(self, blocks: Simulator) -> Chooser:
         """Chooser of the same step whose MILP takes blocks to be of other sizes."""
-        known = self._formulation
-        formulation = formulate(blocks, known.units, known.curves)
+        formulation = self._formulation.in_blocks(blocks)
         return Chooser(self._simulator, formulation, self._incumbents)
 
     @cached_property

@@ -83,7 +83,7 @@ def formulate_in_usual_blocks(
     in_blocks = in_usual_blocks(simulator, rules.greedy_path())
     if in_blocks is None or not known.units:
         return None
-    return formulate(in_blocks, known.units, known.curves)
+    return known.in_blocks(in_blocks)
 
 
 def far_curve(

@@ -42,6 +42,7 @@ class Formulation:
         holds: Arguments that several units hold together, and those that one unit
             holds and another one would have freed, or keeps as well.
         edges: First tick of every position, but for that of far memory.
+        holders: Who keeps which storage; None if that is not known.
         host_bytes: Most bytes in far memory. It is a last position, at which what lies
             there counts and the budget is added to less than nothing; None for none.
         num_there: How many times what a unit has in far memory lies there; 1 for those
@@ -54,6 +55,7 @@ class Formulation:
     base_bytes: tuple[int, ...]
     holds: tuple[sac.Hold, ...]
     edges: IntArray
+    holders: Holders | None = None
     host_bytes: int | None = None
     num_there: Mapping[Unit, int] = field(default_factory=dict)
 
@@ -111,6 +113,10 @@ class Formulation:
         if self.host_bytes is None:
             return live
         return np.append(live, self._far_bytes(choice) - self.host_bytes)
+
+    def in_blocks(self, simulator: Simulator) -> Formulation:
+        """The MILP of the same units in blocks of other sizes, without far memory."""
+        return formulate(simulator, self.units, self.curves, holders=self.holders)
 
     def fitted(self, num_segments: int) -> Fitted:
         """The MILP's numbers over the breakpoints of few linear segments (pwlf).
@@ -172,6 +178,7 @@ def formulate(
     live: IntArray | None = None,
     cuts: Iterable[int] = (),
     host_bytes: int | None = None,
+    holders: Holders | None = None,
 ) -> Formulation:
     """Work out the MILP's coefficients for all candidates.
 
@@ -183,6 +190,7 @@ def formulate(
             the tape.
         cuts: Ticks at which positions must begin besides those of the candidates.
         host_bytes: Most bytes in far memory; None for as many as one likes.
+        holders: Who keeps which storage, if it is known.
     """
     if live is None:
         live = simulator.ledger({}).after_ticks(
@@ -197,7 +205,7 @@ def formulate(
             unit.trigger - 1,
             unit.last_use + 1,
         }
-    holders = Holders(simulator, units, curves)
+    holders = holders or Holders(simulator, units, curves)
     cuts |= holders.cuts()
     ends = [
         changes_of(simulator, holders, unit, (curve.policies[0], curve.policies[-1]))
@@ -226,8 +234,9 @@ def formulate(
         curves=tuple(curves),
         solver_units=tuple(records),
         base_bytes=tuple(base.tolist()),
-        holds=holders.holds(edges),
+        holds=holders.holds(edges, simulator.sizes),
         edges=edges,
+        holders=holders,
     )
     return formulation if host_bytes is None else formulation.under_host(host_bytes)
 

@@ -18,10 +18,9 @@ _ByPoint = tuple[tuple[int, tuple[int, ...]], ...]  # units, and a tick for each
 
 
 class Holders:
-    """Who keeps a storage alive, besides one unit.
+    """Who keeps a storage alive, besides one unit, in blocks of any size.
 
     Attributes:
-        nbytes: Size of each storage.
         freed: Tick at which each is freed in the plain step.
         shared: Arguments of several units that can be chosen together, with the units
             that hold each of them longer than the plain step does, and until when.
@@ -37,7 +36,6 @@ class Holders:
         self, simulator: Simulator, units: Sequence[Unit], curves: Sequence[UnitCurve]
     ) -> None:
         tape = simulator.tape
-        self.nbytes: list[int] = tape.nbytes.tolist()
         self.freed: list[int] = tape.freed.tolist()
         self.saves: dict[int, list[int]] = defaultdict(list)
         for i, saved in enumerate(tape.saved):
@@ -75,17 +73,23 @@ class Holders:
             ticks |= {tick for _, untils in keeping for tick in untils}
         return ticks
 
-    def holds(self, edges: IntArray) -> tuple[sac.Hold, ...]:
-        """What units hold together; storages that live alike are added up."""
+    def holds(self, edges: IntArray, nbytes: IntArray) -> tuple[sac.Hold, ...]:
+        """What units hold together; storages that live alike are added up.
+
+        Args:
+            edges: First tick of every position.
+            nbytes: Size of each storage.
+        """
+        size_of: list[int] = nbytes.tolist()
         sizes: dict[tuple[int, _Ends, _ByPoint, _ByPoint], int] = defaultdict(int)
         for storage, held in self.shared.items():
             if held:
-                sizes[self.freed[storage], held, (), ()] += self.nbytes[storage]
+                sizes[self.freed[storage], held, (), ()] += size_of[storage]
         for storage, (held, freeing) in self.kept.items():
             first = min(tick for _, froms in freeing for tick in froms)
-            sizes[first, held, freeing, ()] += self.nbytes[storage]
+            sizes[first, held, freeing, ()] += size_of[storage]
         for storage, (held, keeping) in self.twice.items():
-            sizes[self.freed[storage], held, (), keeping] += self.nbytes[storage]
+            sizes[self.freed[storage], held, (), keeping] += size_of[storage]
 
         def place(tick: int) -> int:
             return int(np.searchsorted(edges, tick))
@@ -95,13 +99,13 @@ class Holders:
 
         return tuple(
             sac.Hold(
-                nbytes=nbytes,
+                nbytes=all_bytes,
                 held_from=place(first),
                 holders=tuple((u, place(until)) for u, until in held),
                 freed_by=place_all(freeing),
                 kept_by=place_all(keeping),
             )
-            for (first, held, freeing, keeping), nbytes in sizes.items()
+            for (first, held, freeing, keeping), all_bytes in sizes.items()
         )
 
     def saved_without(self, own: range) -> dict[int, int]:

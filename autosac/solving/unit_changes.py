@@ -107,8 +107,7 @@ def changes_of(
     together = holders.shared.keys() & set(unit.call.inputs)
     changed = (after != before) & ~np.isin(storages, list(together))
     number, column = np.nonzero(changed)
-    nbytes = tape.nbytes[storages[column]]
-    moved = np.array([before[column], after[number, column], nbytes]).T
+    moved = np.array([before[column], after[number, column], storages[column]]).T
     copies = np.concatenate([effect.copies for effect in effects])
     works = np.concatenate([effect.works for effect in effects])
     pieces = np.concatenate([moved, copies, works])
@@ -120,11 +119,11 @@ def changes_of(
         ]
     )
     numbers, keys = np.tile(number, 2), pieces[:, :2].T.ravel()
-    order = np.lexsort((keys, numbers))
+    order, nbytes = np.lexsort((keys, numbers)), simulator.sizes[pieces[:, 2]]
     return Changes(
         policies=numbers[order],
         keys=keys[order],
-        deltas=np.concatenate([pieces[:, 2], -pieces[:, 2]])[order],
+        deltas=np.concatenate([nbytes, -nbytes])[order],
         num_policies=len(effects),
         span=span,
     )

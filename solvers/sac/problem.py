@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
 
@@ -90,8 +91,7 @@ class Unit:
                     f"`between` of {self.fqn!r} must have indices below"
                     f" {len(self.points) - 1}, got {between.point}."
                 )
-        sizes = {len(extras) for _, extras in self.working}
-        if sizes <= {len(self.points)}:
+        if {*map(len, map(itemgetter(1), self.working))} <= {len(self.points)}:
             return
         for position, extras in self.working:
             if len(extras) != len(self.points):
