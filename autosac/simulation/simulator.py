@@ -81,7 +81,6 @@ class Simulator:
         ] = {}
         self._above: dict[frozenset[tuple[Unit, Policy]], int] = {}
         self.num_replayed = 0
-        self._storages = np.arange(len(tape.storages))
         self._born = tape.born * self.span
         self._died = tape.died * self.span
         self._saved_until = tape.saved_until * self.span
@@ -92,6 +91,7 @@ class Simulator:
         self._always = rows(((*span, place) for place, span in always), 3)
         self._always[:, :2] *= self.span
         self.sizes = sizes_of(tape) if sizes is None else sizes
+        self._nbytes = self.sizes[: len(tape.storages)]
         # Numbers that autograd may keep as CPU tensors, from forward and from rerun:
         # an upper bound, as no fake tensor shows them.
         wrapped = sum(op.wrapped_numbers for op in tape.ops)
@@ -129,7 +129,7 @@ class Simulator:
         return Ledger(
             born=np.concatenate([self._born, added[:, 0]]),
             died=np.concatenate([self._freed(chosen, effects), added[:, 1]]),
-            nbytes=self.sizes[np.append(self._storages, added[:, 2])],
+            nbytes=np.concatenate([self._nbytes, self.sizes[added[:, 2]]]),
             end=self.tape.num_ticks * self.span,
             constant_bytes=self.number_bytes if workspaces else 0,
         )
