@@ -73,9 +73,16 @@ def sequence_nr(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def name_of(node: Any) -> str:
+    """Name of an autograd node; a custom function's `ctx.name` may hide the method."""
+    return str(type(node).name(node))
+
+
 def current_node_variable() -> torch.Tensor | None:
     """The leaf that the running ``AccumulateGrad`` node accumulates into."""
-    return getattr(torch._C._current_autograd_node(), "variable", None)
+    node = torch._C._current_autograd_node()
+    is_leaf = node is not None and name_of(node).endswith("AccumulateGrad")
+    return getattr(node, "variable", None) if is_leaf else None
 
 
 def results_of(node: Any) -> tuple[Any, ...]:

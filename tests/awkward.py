@@ -223,6 +223,29 @@ def _swish_backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 swish.register_autograd(_swish_backward, setup_context=_keep)
 
 
+class _Scaled(torch.autograd.Function):
+    """A custom function whose context hides the attributes of its autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name, ctx.variable = name, 2.0
+        return x * 2.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.variable, None
+
+
+class NamesItsContext(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scaled: torch.Tensor = _Scaled.apply(self.inner(x), "scale")
+        return scaled
+
+
 class CustomOp(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -467,6 +490,7 @@ AWKWARD = {
     "numbers returned": Case(UsesNumbers, rows),
     "spectral norm": Case(SpectralNorm, rows),
     "weight norm": Case(WeightNorm, rows),
+    "names its context": Case(lambda: twice(NamesItsContext), rows),
     "custom op": Case(lambda: twice(CustomOp), rows),
     "router": Case(lambda: twice(Routed), rows),
     "in-place dropout": Case(InPlaceDropout, rows),

@@ -67,6 +67,18 @@ def compiled_in_part():
     return model
 
 
+def without_hooks(x):
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):
+        return x.sigmoid()
+
+
+def replanned_for_another():
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters())
+    made = plan(model, optimizer=optimizer, on_mismatch="replan")
+    loss(made.apply(mlp())(X[:2]))
+
+
 class Multiplies(nn.Module):
     def __init__(self):
         super().__init__()
@@ -400,7 +412,28 @@ MISTAKES = {
         lambda: pickle.dumps(autosac.profile(mlp(), X, loss_fn=loss)),
         r"Pickle a plan, a sweep or `profile\.statistics`",
     ),
+    "a batch planned anew with the optimizer of another model": (
+        lambda: replanned_for_another(),
+        "or plan with `optimizer` as a class, such as `torch.optim.AdamW`",
+    ),
+    "no hooks where tensors are saved": (
+        lambda: plan(Around(without_hooks)),
+        "`torch.autograd.graph.disable_saved_tensors_hooks` is in force there",
+    ),
+    # --- options
+    "far memory for nothing": (
+        lambda: plan(mlp(), host_budget="1MiB"),
+        "pass `offload`=True, or leave it out",
+    ),
+    "a switch that is neither on nor off": (
+        lambda: plan(mlp(), keeps_gradients="no"),
+        "`keeps_gradients` must be True or False, got 'no'",
+    ),
     # --- names
+    "one name in letters": (
+        lambda: plan(mlp(), exclude="10"),
+        "`exclude` has '10', which stands for no module of the model",
+    ),
     "a type that is none": (
         lambda: plan(mlp(), autocast="bf17"),
         "`autocast`='bf17' is no type to compute in, such as torch.bfloat16,",
@@ -438,6 +471,12 @@ def test_arguments_are_wrong_in_value_or_type():
 
 
 # --- what may look like a mistake and is none ---------------------------------------
+
+
+@pytest.mark.parametrize("exclude", ["1", ("1",), "[1]", nn.ReLU, (nn.ReLU,)])
+def test_modules_are_excluded_by_name_pattern_or_class(exclude):
+    profile = autosac.profile(mlp(), X, loss_fn=loss, exclude=exclude)
+    assert profile.exclude == ("1",)
 
 
 def test_an_optimizer_may_train_some_parameters():

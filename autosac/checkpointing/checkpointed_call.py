@@ -236,7 +236,7 @@ class Call:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            if node.name().endswith("AccumulateGrad"):
+            if _compat_autograd.name_of(node).endswith("AccumulateGrad"):
                 leaf = getattr(node, "variable", None)  # an empty one gets no gradient
                 is_known = id(leaf) in leaves or not (leaf is None or leaf.numel())
             else:

@@ -19,6 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from autosac import _compat, _compat_fakes
+from autosac._compat_autograd import name_of
 from autosac.errors import UnsupportedError
 from autosac.parallel.tp_styles import TensorParallel
 
@@ -93,14 +94,14 @@ def _check(last: Any) -> None:
     met = set(waiting)
     while waiting:
         node, is_behind = waiting.pop()
-        is_behind = node.name().startswith(_NLL) or (
-            is_behind and node.name().startswith(_SHAPES)
+        is_behind = name_of(node).startswith(_NLL) or (
+            is_behind and name_of(node).startswith(_SHAPES)
         )
         for before, _ in node.next_functions:
-            if before is None or before.name() == _ENTRANCE:
+            if before is None or name_of(before) == _ENTRANCE:
                 continue
-            if before.name().startswith("LogSoftmax") and not is_behind:
-                raise _wrong_gradients(node.name())
+            if name_of(before).startswith("LogSoftmax") and not is_behind:
+                raise _wrong_gradients(name_of(node))
             if (before, is_behind) not in met:
                 met.add((before, is_behind))
                 waiting.append((before, is_behind))

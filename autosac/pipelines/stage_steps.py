@@ -244,7 +244,7 @@ def _profile_in(
     calls: KnownCalls | None = None,
     **options: Any,
 ) -> Profile:
-    step, device = read_step(module, received, exclude=exclude, **options)
+    step, device = read_step(module, received, **options)
     learned = Learned(calls={} if calls is None else calls)
     step = replace(step, compute_dtype=dtype, learned=learned)
     return profile_of_step(step, device, exclude=exclude, allocator=allocator)

@@ -40,7 +40,7 @@ from autosac.quantities import format_bytes, parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, check_solving, read_segments
 from autosac.statistics.by_module import Statistics
-from autosac.step.arguments import fits_forward
+from autosac.step.arguments import check_replans, fits_forward
 from autosac.step.marks import Marks, marks_of
 from autosac.step.training_step import LossFn
 from autosac.tracing.real_steps import names_of_forward
@@ -182,6 +182,11 @@ def plan(
     far: dict[str, Any] = {"offload": offload, "host_bytes": None}
     if host_budget is not None:
         far["host_bytes"] = parse_bytes(host_budget, name="host_budget")
+        if not offload:
+            raise ArgumentError(
+                f"`host_budget`={host_budget!r} caps what is offloaded, and nothing is:"
+                " pass `offload`=True, or leave it out."
+            )
     units |= {**far, "offload": offload is True}
     solving |= {**far, "offload_dir": directory}
     if isinstance(model, torch.nn.Module) and are_several(inputs):
@@ -432,6 +437,7 @@ def _replan(
     def replanned(
         model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan:
+        check_replans(options["optimizer"], model)
         loss = loss_fn if make_loss_fn is None else make_loss_fn(shaped(args, kwargs))
         with _compat_dispatch.as_a_step_begins():
             step = profile(model, (args, kwargs), loss_fn=loss, **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -136,12 +136,14 @@ def unknown_optimizer(tape: Tape, optimizer: str) -> Iterator[tuple[str, str]]:
 
 
 def check_options(
-    model: torch.nn.Module,
-    accumulate: int,
-    clip_grad_norm: float | None,
-    exclude: tuple[str, ...],
+    accumulate: int, clip_grad_norm: float | None, **switches: bool
 ) -> None:
     """Refuse options of a profile that mean nothing.
+
+    Args:
+        accumulate: As `profile` takes it,
+        clip_grad_norm: likewise,
+        switches: and what is true or false.
 
     Raises:
         ArgumentError: Says which, and what it must be.
@@ -152,15 +154,6 @@ def check_options(
             f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}: pass a number,"
             " or None."
         )
-    names = {name for name, _ in model.named_modules()}
-    if isinstance(exclude, type) or not isinstance(exclude, Iterable):
-        raise ArgumentError(
-            f"`exclude` must be names of modules, got {exclude!r}; use names from"
-            " `model.named_modules()`."
-        )
-    for fqn in exclude:
-        if fqn not in names:
-            raise ArgumentError(
-                f"`exclude` names `{fqn}`, which is no module of the model; use names"
-                " from `model.named_modules()`."
-            )
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ArgumentError(f"`{name}` must be True or False, got {value!r}.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +28,7 @@ from autosac.profiles.traced_step import VARIANTS, TracedStep
 from autosac.pytrees import tensors_in
 from autosac.step import arguments
 from autosac.step.batch_signatures import positional_names, signature_of
+from autosac.step.marks import Marks
 from autosac.step.training_step import LossFn, normalize_inputs
 from autosac.tracing.probing import marked_modules
 from autosac.tracing.real_steps import corrected
@@ -83,8 +83,8 @@ def profile(
     gradients_in_forward: bool = False,
     keeps_gradients: bool = False,
     allocator: AllocatorSettings | None = None,
-    exclude: tuple[str, ...] = (),
-    opaque: Iterable[str | type] = (),
+    exclude: Marks = (),
+    opaque: Marks = (),
 ) -> Profile:
     """Trace one training step of a model; nothing is run, nothing is changed.
 
@@ -114,9 +114,10 @@ def profile(
             backward) or never.
         allocator: How the program uses PyTorch's allocator on a GPU, if that is not at
             its defaults.
-        exclude: FQNs of modules that must not be AC units.
-        opaque: Modules that are never run again, nor cut inside, such as routers: FQNs,
-            patterns of them (``"*.gate"``), or classes.
+        exclude: Modules that must not be AC units, by FQNs, patterns of them
+            (``"*.gate"``), or classes.
+        opaque: Modules that are never run again, nor cut inside, such as routers,
+            likewise.
 
     Raises:
         TraceError: The step cannot be traced; names the module and the line. Or it has
@@ -139,7 +140,6 @@ def profile(
         clip_grad_norm=clip_grad_norm,
         gradients_in_forward=gradients_in_forward,
         keeps_gradients=keeps_gradients,
-        exclude=exclude,
         opaque=opaque,
     )
     return profile_of_step(step, spec, exclude=exclude, allocator=allocator)
@@ -157,14 +157,18 @@ def read_step(
     clip_grad_norm: float | None = None,
     gradients_in_forward: bool = False,
     keeps_gradients: bool = False,
-    exclude: tuple[str, ...] = (),
-    opaque: Iterable[str | type] = (),
+    opaque: Marks = (),
 ) -> tuple[Step, DeviceSpec]:
     """Check and read what the user passes to `profile`; also the device."""
     arguments.check_kind(model)
     check_unplanned(model)
     check_unsharded(model)
-    check_options(model, accumulate, clip_grad_norm, exclude)
+    check_options(
+        accumulate,
+        clip_grad_norm,
+        gradients_in_forward=gradients_in_forward,
+        keeps_gradients=keeps_gradients,
+    )
     args, kwargs = normalize_inputs(inputs)
     arguments.check_tensors(model, (args, kwargs))
     arguments.check_inputs(model, args, kwargs)
@@ -193,10 +197,11 @@ def profile_of_step(
     step: Step,
     device: DeviceSpec,
     *,
-    exclude: Iterable[str] = (),
+    exclude: Marks = (),
     allocator: AllocatorSettings | None = None,
 ) -> Profile:
     """Trace a step that `profile` has read; arguments are those of `profile`."""
+    excluded = marked_modules(exclude, step.model, name="exclude", inside=False)
     tape = trace(step)
     if step.loss_fn is None:
         warn_of_summed_outputs(step.model, tape)
@@ -205,7 +210,7 @@ def profile_of_step(
         tape=tape,
         costs=modelled_costs(tape, device),
         device=device,
-        exclude=tuple(exclude),
+        exclude=tuple(sorted(excluded)),
         training=step.model.training,
         model=fingerprint(step.model),
         sequences=plain_sequences(step.model),

@@ -51,7 +51,7 @@ def traced_again(
     """
     step = traced.step
     every = {**options_of(traced), "loss_fn": step.loss_fn, **options}
-    allocator = every.pop("allocator")
+    own = {name: every.pop(name) for name in ("allocator", "exclude")}
     new_step, device = read_step(
         step.model if model is None else model,
         (step.args, step.kwargs) if inputs is None else inputs,
@@ -62,8 +62,7 @@ def traced_again(
     changed = profile_of_step(
         replace(new_step, compute_dtype=compute_dtype, learned=learned),
         device,
-        exclude=every["exclude"],
-        allocator=allocator,
+        **own,
     )
     changed = replace(changed, given=traced.given, cap=traced.cap)
     if not traced.calibrated:

@@ -335,16 +335,37 @@ def optimizer_for(make_optimizer: Any, model: torch.nn.Module) -> AnyOptimizer |
     return built
 
 
+def check_replans(optimizer: Any, model: torch.nn.Module) -> None:
+    """Refuse to plan anew for a model with the optimizer of another one.
+
+    Raises:
+        ArgumentError: It trains other parameters.
+    """
+    if isinstance(optimizer, AnyOptimizer) and _foreign(optimizer, model):
+        raise ArgumentError(
+            "`on_mismatch`='replan' plans with the optimizer of the first plan, which"
+            " trains another model than the one that the plan is applied to. Apply it"
+            " to the model that was planned, or plan with `optimizer` as a class, such"
+            " as `torch.optim.AdamW`."
+        )
+
+
+def _foreign(optimizer: AnyOptimizer, model: torch.nn.Module) -> list[torch.Tensor]:
+    """What an optimizer trains that are no parameters of a model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    trained = (p for group in optimizer.param_groups for p in group["params"])
+    return [parameter for parameter in trained if id(parameter) not in own]
+
+
 def _check_trained(optimizer: AnyOptimizer, model: torch.nn.Module) -> None:
     _check_parameters(model)
-    own = {id(parameter) for parameter in model.parameters()}
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in trained if id(p) not in own]
+    foreign = _foreign(optimizer, model)
     if not foreign:
         return
-    which = "none" if len(foreign) == len(trained) else "not all"
+    num_trained = sum(len(group["params"]) for group in optimizer.param_groups)
+    which = "none" if len(foreign) == num_trained else "not all"
     raise ArgumentError(
-        f"`optimizer` trains other parameters: {which} of its {len(trained)} are"
+        f"`optimizer` trains other parameters: {which} of its {num_trained} are"
         f" parameters of `model`, as the one of shape {tuple(foreign[0].shape)}. Make"
         " it anew for this model, as in `torch.optim.AdamW(model.parameters())`, or"
         " plan one module that holds all that it trains."

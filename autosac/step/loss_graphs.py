@@ -106,7 +106,9 @@ def _functions(roots: Iterable[Any], first: int) -> Iterator[_Function]:
         saved = _compat_autograd.saved_names(function)
         yield _Function(
             number=-number,
-            name=str(function.name()).partition("Backward")[0].rpartition("::")[2],
+            name=_compat_autograd.name_of(function)
+            .partition("Backward")[0]
+            .rpartition("::")[2],
             made=tuple(map(_nbytes, _compat_autograd.results_of(function))),
             taken=tuple(_nbytes_at(*edge) for edge in edges),
             values=tuple((_key(one), place) for one, place in edges),

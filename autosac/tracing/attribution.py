@@ -51,7 +51,7 @@ class Attribution:
         else:
             node = _compat_autograd.current_node_sequence_nr()
         if node is not None:
-            name = _compat_autograd.current_node().name()
+            name = _compat_autograd.name_of(_compat_autograd.current_node())
             self.function = f"{name} {node - self._first_node}"
             self.last_backward = self._of_node.get(node, self.last_backward)
         return self.last_backward, node is not None and node < self.first_loss_node

@@ -26,6 +26,11 @@ _TRANSFORMED = (
     " `torch.autograd.grad(..., create_graph=True)` in their place, or train this model"
     " without a plan."
 )
+_HOOKS_OFF = (
+    " `torch.autograd.graph.disable_saved_tensors_hooks` is in force there, and by such"
+    " hooks a trace and a plan know what autograd saves: leave it out, or train this"
+    " model without a plan."
+)
 _COMPILED = (
     "runs code that is compiled by torch.compile, and a plan is for ops that run one by"
     " one: call it as it was before that, or cap the memory of the whole model by"
@@ -107,12 +112,21 @@ def explanation(
     if place == "the optimizer" and not depends:
         advice = _BY_IDENTITY if isinstance(error, KeyError) else advice
         advice = _ONCE if "closure" in str(error).lower() else advice
+    if _is_where_hooks_are_off(error.__traceback__):
+        advice = _HOOKS_OFF
     if _REFUSES_HOOKS in str(error):
         return differentiates(place, line)
     return (
         f"The step {what}: in {place}{where}, {type(error).__name__} says"
         f" {quoted(error)}{advice}"
     )
+
+
+def _is_where_hooks_are_off(where: TracebackType | None) -> bool:
+    """Whether code that takes no saved-tensors hooks was entered, and refused them."""
+    frames = (frame for frame, _ in traceback.walk_tb(where))
+    names = {frame.f_code.co_name for frame in frames}
+    return "disable_saved_tensors_hooks" in names
 
 
 def differentiates(place: str, line: str) -> str:

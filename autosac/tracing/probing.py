@@ -41,13 +41,20 @@ def module_tree(model: torch.nn.Module) -> ModuleTree:
 
 
 def marked_modules(
-    marks: Marks, model: torch.nn.Module, *, name: str
+    marks: Marks, model: torch.nn.Module, *, name: str, inside: bool = True
 ) -> frozenset[str]:
-    """FQNs of the modules of a model that marks stand for, with all inside them."""
+    """FQNs of the modules of a model that marks stand for.
+
+    Args:
+        marks: As `autosac.step.marks.marked` takes them.
+        model: The model.
+        name: The argument's name, for error messages.
+        inside: The model itself cannot be meant.
+    """
     if not (marks := marks_of(marks)):
         return frozenset()
     tree = module_tree(model)
-    return frozenset(tree[i].fqn for i in marked(marks, tree, name=name, inside=True))
+    return frozenset(tree[i].fqn for i in marked(marks, tree, name=name, inside=inside))
 
 
 def random_numbers() -> int:

@@ -40,20 +40,35 @@ def trace(step: Step) -> Tape:
         tape = trace_once(step)
         drawn = draws.may_decide(tape)
         trained = _trains(step) and draws.training_may_decide(tape)
-        if drawn or trained:
-            become = partial(_become, step, drawn=drawn, trained=trained)
-            variant, tapes = draws.largest(
-                tape,
-                lambda variant: trace_once(become(variant)),
-                lambda variant: _storages(become(variant)),
-                lambda: step.learned.draws_extremes,
-                drawn=drawn,
-            )
-            become(variant)
-            tape, *step.learned.redrawn = tapes
+        if not drawn and not trained:
+            return tape
+        is_real = step.learned.real
+        become = partial(_become, step, drawn=drawn, trained=trained)
+        variant, tapes = draws.largest(
+            tape,
+            lambda variant: _tried(trace_once, become(variant)),
+            lambda variant: _tried(_storages, become(variant)),
+            lambda: step.learned.draws_extremes,
+            drawn=drawn,
+        )
+        if step.learned.real != is_real:  # some draw what others would on real tensors
+            become(0)
+            return trace(step)
+        become(variant)
+        tape, *step.learned.redrawn = tapes
     finally:
         let_go_of_copies(step, after_each=False)
     return tape
+
+
+def _tried(run_of: Callable[[Step], Tape], step: Step) -> Tape:
+    """The tape of a variant; whether one that fails needs real tensors is no matter."""
+    is_real = step.learned.real
+    try:
+        return run_of(step)
+    except TraceError:
+        step.learned.real = is_real
+        raise
 
 
 def _trains(step: Step) -> bool:

@@ -118,7 +118,7 @@ class RealOps:
             return func, args
         before = self._before(node, func)
         entry = _BY_ADDRESS.get(id(func))  # ops are slow to hash
-        if entry is None or node.name() not in entry[3]:
+        if entry is None or _compat_autograd.name_of(node) not in entry[3]:
             return func, args
         if func is _aten.mul.Tensor and not _writes_product(node, args, before):
             return func, args
@@ -127,7 +127,10 @@ class RealOps:
 
     def _before(self, node: Any, func: Any) -> Any:
         """The op that ran before in a loss of logits, but for views; None for none."""
-        if node.name() != _OF_LOGITS or _compat_dispatch.traits(func).is_view:
+        if (
+            _compat_autograd.name_of(node) != _OF_LOGITS
+            or _compat_dispatch.traits(func).is_view
+        ):
             return None
         number = _compat_autograd.sequence_nr(node)
         last_number, last = self._last
@@ -137,6 +140,6 @@ class RealOps:
 
 def _writes_product(node: Any, args: tuple[Any, ...], before: Any) -> bool:
     """Whether a loss writes a product over its first factor, which it has made."""
-    if node.name() == _OF_LOGITS:
+    if _compat_autograd.name_of(node) == _OF_LOGITS:
         return before not in _NEW_PRODUCTS_AFTER
     return _compat_autograd.held_by_engine_only(args[0])

@@ -78,3 +78,23 @@ def test_extreme_streams_draw_extreme_numbers_and_are_put_back(seed, expected):
     assert all(0 <= number < 1 for number in numbers)
     assert between.tolist() == pytest.approx([3 + 2 * expected] * 2, abs=0.01)
     assert observed_after == expected_after
+
+
+class NeedsALayer(DropsLayers):
+    """Cannot run if every layer is dropped, which hardly any step does."""
+
+    def forward(self, x):
+        kept = []
+        for layer in self.layers:
+            if self.draw() >= 0.2:
+                x = layer(x).tanh()
+                kept.append(x)
+        return torch.stack(kept).mean(0)
+
+
+def test_draws_that_no_step_survives_change_nothing_in_how_others_are_traced():
+    model = NeedsALayer(DRAWS["torch.rand"])
+    profile = autosac.profile(model, torch.ones(4, WIDTH), loss_fn=torch.sum)
+    assert not profile.step.learned.real
+    budget = autosac.floor(profile)
+    assert autosac.plan(profile, memory_budget=budget).peak_bytes <= budget
