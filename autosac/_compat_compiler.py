@@ -1,4 +1,4 @@
-"""What is private of torch.compile: whether code is compiled (torch 2.10 to 2.15)."""
+"""What is private of compilers: whether code is compiled (torch 2.10 to 2.15)."""
 
 from __future__ import annotations
 
@@ -46,6 +46,24 @@ def without_compiled_code(*, on_fakes: bool) -> Iterator[None]:
     guards = contextlib.nullcontext() if on_fakes else _NewGuards()
     with torch.compiler.set_stance(_STANCE), guards:
         yield
+
+
+@contextlib.contextmanager
+def scripts_called() -> Iterator[set[str]]:
+    """Names of the functions of TorchScript that are called inside, by any thread."""
+    kind: Any = torch._C.ScriptFunction
+    names = set[str]()
+    call = kind.__call__
+
+    def noted(function: Any, *args: Any, **kwargs: Any) -> Any:
+        names.add(function.name)
+        return call(function, *args, **kwargs)
+
+    kind.__call__ = noted
+    try:
+        yield names
+    finally:
+        kind.__call__ = call
 
 
 def is_of_compiled_code(error: BaseException) -> bool:

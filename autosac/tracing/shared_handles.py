@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 def _itself(value: Any) -> str:
     return "itself"  # any text says to `copy.deepcopy` that there is but one
@@ -32,6 +34,7 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
     type(threading.RLock()): _itself,
     threading.local: _itself,
     contextvars.ContextVar: _itself,
+    torch.jit.ScriptFunction: _itself,
     io.TextIOWrapper: _written_file,
     io.BufferedWriter: _written_file,
     io.FileIO: _written_file,
@@ -41,7 +44,7 @@ _REDUCERS: dict[type, Callable[[Any], Any]] = {
 
 @contextmanager
 def handles_shared() -> Iterator[None]:
-    """Inside, ``copy.deepcopy`` hands locks, modules and files to write to on.
+    """Inside, ``copy.deepcopy`` hands on locks, modules, scripts and files to write to.
 
     It refuses them else, and with them what holds one: queues, events, writers of logs.
     """

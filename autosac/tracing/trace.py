@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from autosac import _compat_compiler
 from autosac.errors import TraceError
 from autosac.step.tape import Tape
 from autosac.tracing import draws
@@ -93,9 +94,13 @@ def trace_once(step: Step) -> Tape:
     Other threads disturb it, such as those of a Dask worker. They draw from the same
     global generators: only a module that draws random numbers in several runs really
     does. And profilers among them look at this thread's frames, which keeps tensors
-    alive for a moment: then two runs must agree.
+    alive for a moment: then two runs must agree. So they must where functions of
+    TorchScript run, which are compiled in their first call and do other ops later.
     """
-    tape = _agreed(step) if is_watched() else _plain(step)
+    with _compat_compiler.scripts_called() as scripts:
+        tape = _plain(step)
+        if scripts or is_watched():
+            tape = _agreed(step, tape, scripts)
     drawn, runs = _drawn(tape), 1
     while drawn and threading.active_count() > 1 and runs < _MOST_RUNS:
         again = drawn & _drawn(_plain(step))
@@ -117,21 +122,27 @@ def _plain(step: Step) -> Tape:
     return tape
 
 
-def _agreed(step: Step) -> Tape:
+def _agreed(step: Step, tape: Tape, scripts: Collection[str]) -> Tape:
     """A trace that is like the one before it.
+
+    Args:
+        step: The step.
+        tape: Its first trace.
+        scripts: Functions of TorchScript that it calls.
 
     Raises:
         TraceError: There is none.
     """
-    tape = _plain(step)
     for _ in range(_MOST_RUNS - 1):
         before, tape = tape, _plain(step)
         if _events(before) == _events(tape):
             return tape
-    raise TraceError(
-        f"No two of {_MOST_RUNS} traces agree, as other threads look at frames: set"
-        " Dask's `distributed.worker.profile.enabled` to False."
-    )
+    why = "as other threads look at frames: set"
+    fix = "Dask's `distributed.worker.profile.enabled` to False"
+    if scripts:
+        why = f"as TorchScript compiles `{min(scripts)}` each time anew: plan and train"
+        fix = "with the plain function"
+    raise TraceError(f"No two of {_MOST_RUNS} traces agree, {why} {fix}.")
 
 
 def _events(tape: Tape) -> tuple[Any, ...]:

@@ -86,3 +86,45 @@ def test_deaths_with_nothing_in_between_come_in_the_order_of_births():
 
 def test_what_does_not_die_has_the_last_tick():
     assert deaths([4, None, 2]) == [5, 5, 4, 5, 2]
+
+
+def fused(x, bias):
+    x = x + bias
+    return x * 0.5 * (1.0 + torch.tanh(0.8 * x * (1.0 + 0.04 * x * x)))
+
+
+class CallsScript(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16)
+        self.bias = nn.Parameter(torch.zeros(64))
+        self.function = function
+
+    def forward(self, x):
+        return self.down(self.function(self.up(x), self.bias))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_functions_of_torchscript_are_traced_as_they_run_once_they_are_compiled():
+    call = torch._C.ScriptFunction.__call__
+    function = torch.jit.script(fused)
+    model = nn.Sequential(*(CallsScript(function) for _ in range(3)))
+    step = {"loss_fn": lambda output: output.square().mean(), "optimizer": "sgd"}
+    first = autosac.profile(model, torch.ones(32, 16), **step)
+    later = autosac.profile(model, torch.ones(32, 16), **step)
+
+    assert first.tape.storages == later.tape.storages
+    first = autosac.calibrate(first, progress=False)
+    budget = autosac.floor(first)
+    plan = autosac.plan(first, memory_budget=budget)
+    done = autosac.verify(
+        plan,
+        lambda: nn.Sequential(*(CallsScript(function) for _ in range(3))),
+        lambda: torch.ones(32, 16),
+        loss_fn=step["loss_fn"],
+        make_optimizer=lambda model: torch.optim.SGD(model.parameters()),
+        timing_rounds=0,
+    )
+    assert done.identical
+    assert done.measured_peak_bytes <= budget
+    assert torch._C.ScriptFunction.__call__ is call
