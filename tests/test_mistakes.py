@@ -420,6 +420,22 @@ MISTAKES = {
         lambda: plan(Around(without_hooks)),
         "`torch.autograd.graph.disable_saved_tensors_hooks` is in force there",
     ),
+    "a joint graph of a planned model": (
+        lambda: autosac.joint_graph(planned(), X),
+        r"`model` has a plan already .*; call `plan.unapply\(model\)` first",
+    ),
+    "figures of a planned model": (
+        lambda: autosac.graph_info(planned(), X),
+        "`model` has a plan already",
+    ),
+    "tiles in a planned model": (
+        lambda: autosac.tile_mlp(planned()),
+        "`model` has a plan already",
+    ),
+    "a joint graph with a loss that is none": (
+        lambda: autosac.joint_graph(mlp(), X, loss_fn=3),
+        "`loss_fn`",
+    ),
     # --- options
     "far memory for nothing": (
         lambda: plan(mlp(), host_budget="1MiB"),

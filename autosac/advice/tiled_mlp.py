@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autosac.advice.token_wise import why_not_token_wise
 from autosac.errors import ArgumentError, UnsupportedError
+from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import whole_number
 from autosac.step.arguments import check_kind
 from autosac.step.marks import Marks
@@ -85,11 +86,12 @@ def tile_mlp(
         A handle that removes the tiles.
 
     Raises:
-        ArgumentError: There is no such module.
+        ArgumentError: There is no such module, or the model has a plan.
         UnsupportedError: It cannot be proven of one of them, or its `forward` is
             replaced already.
     """
     check_kind(model)
+    check_unplanned(model)
     if num_tiles is not None:
         whole_number(num_tiles, name="num_tiles")
     chosen = _found(model) if modules is None else _checked(model, modules)

@@ -19,8 +19,14 @@ from autosac.graphs.memory import GraphMemory, graph_memory
 from autosac.graphs.node_info import NodeInfo, node_infos
 from autosac.graphs.optimizer_stage import append_step
 from autosac.graphs.optimizer_steps import captured_step
+from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes
-from autosac.step.arguments import check_kind
+from autosac.step.arguments import (
+    check_inputs,
+    check_kind,
+    check_loss_fn,
+    read_optimizer,
+)
 from autosac.step.training_step import (
     LossFn,
     check_one_number,
@@ -219,8 +225,9 @@ def joint_graph(
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or the
             sum of all outputs that require gradients.
         optimizer: A ``torch.optim`` instance over the model's parameters, a callable on
-            parameters, or None. State that it does not have yet is as the first step
-            of a copy makes it; the momentum of SGD then begins with zeros.
+            parameters, a name such as ``"adamw"``, or None. State that it does not have
+            yet is as the first step of a copy makes it; the momentum of SGD then begins
+            with zeros.
 
     Raises:
         TraceError: The step is no single graph, or the optimizer's step depends on
@@ -228,10 +235,14 @@ def joint_graph(
         UnsupportedError: The graph has ops that cannot be planned, the model is
             not on the CPU, or the optimizer needs a closure, has hooks, steps in
             backward, has a tensor among its options or keeps state in Python.
-        TypeError: ``optimizer`` is none.
+        ArgumentError: ``optimizer`` is none; the model has a plan; or the model cannot
+            be called with `inputs`, or `loss_fn` with its output.
     """
     check_kind(model)
+    check_unplanned(model)
+    check_loss_fn(loss_fn)
     args, kwargs = normalize_inputs(inputs)
+    check_inputs(model, args, kwargs)
     loss = loss_fn or default_loss
 
     def step() -> torch.Tensor:
@@ -263,7 +274,8 @@ def joint_graph(
         ),
     )
     if optimizer is not None:
-        joint = _with_optimizer(joint, primals, model, optimizer)
+        own = read_optimizer(optimizer, model)
+        joint = _with_optimizer(joint, primals, model, own)
     return replace(joint, memory=joint.memory.measured())
 
 

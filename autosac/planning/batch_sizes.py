@@ -82,6 +82,9 @@ def max_batch_size(
     the next larger size was seen not to fit. A batch is taken to need no less memory
     than a smaller one.
 
+    Where model and inputs are present, a real step of each of these sizes runs, as
+    `calibrate` says, without a plan: far above the budget, where so much is free.
+
     Args:
         model: As in `profile`.
         make_inputs: Batch size -> inputs, as in `profile`.

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map
 from autosac.devices.specs import DeviceSpec
 from autosac.optional import needed
 from autosac.profiles import profile
+from autosac.profiles.mistakes import check_unplanned
 from autosac.profiles.node_figures import FIGURES, Figures, Staged
 from autosac.profiles.node_modules import as_module
 from autosac.pytrees import tensors_in
@@ -193,11 +194,14 @@ def graph_info(
 
     Raises:
         TypeError: ``module`` is nothing of the above.
+        ArgumentError: It has a plan.
         TraceError: The module cannot be traced, or has no backward pass.
         ValueError: As in `autosac.profile`.
         UnsupportedError: As in `autosac.profile`.
     """
     is_function = not isinstance(module, (torch.nn.Module, fx.Graph))
+    if isinstance(module, torch.nn.Module):
+        check_unplanned(module)
     traced = profile.profile(
         _Alone(as_module(module)),
         _differentiable(inputs) if is_function else inputs,

@@ -245,9 +245,10 @@ def calibrate(
 ) -> Profile:
     """Measure time and workspace of every distinct op on the present device.
 
-    Where model and inputs are there as well, forward and loss run once for real, on
-    copies of all that they may change: ops that refuse real data fail here. A step that
-    does something else than its trace is traced once more on real tensors.
+    Where model and inputs are there as well, forward and loss run once for real, and on
+    the CPU backward, on copies of all that they may change: ops that refuse real data
+    fail here. A step that does something else than its trace is traced once more on
+    real tensors.
 
     Each is measured once on a device, PyTorch version and number of threads: the
     user's cache directory keeps the figures (``$AUTOSAC_CACHE_DIR``, or ``autosac``
@@ -259,7 +260,8 @@ def calibrate(
         cache: Read and write that table.
         refresh: Measure again what is in it.
         progress: Show a progress bar; None for only on a terminal.
-        real_step: Run that step. Ops alone take no more memory than the training does.
+        real_step: Run that step, in the memory of one without a plan, where so much is
+            free. Ops alone take no more memory than the training does.
 
     Returns:
         The profile with measured figures; ops that do not run on made-up data keep
