@@ -2,12 +2,14 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import autosac
 from autosac.errors import ArgumentError
+from autosac.graphs.plans import GraphPlanner
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines.schedules import Schedule
 from autosac.planning.make_plan import read_offload
@@ -85,6 +87,24 @@ def test_a_parallel_plan_refuses_it(model, name, value):
     assert str(shown) in str(error.value)
 
 
+def test_degrees_of_an_array_are_those_of_a_list(model):
+    options = {"cluster": "hgx-h100", "memory_budget": "1GiB", "loss_fn": _mean}
+
+    plans = [
+        autosac.plan_parallel(model, torch.ones(2, 4), degrees=degrees, **options)
+        for degrees in (np.array([2, 4]), [2, 4])
+    ]
+
+    assert plans[0] == plans[1]
+    assert type(plans[0].sharding.shard_degree) is int
+
+
+@pytest.mark.parametrize("inputs", [{1: torch.ones(2, 4)}, ((), {None: 1})])
+def test_keys_of_inputs_are_names(model, inputs):
+    with pytest.raises(ArgumentError, match=r"`inputs` is a dict, .*, got (1|None):"):
+        autosac.estimate(model, inputs)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -135,6 +155,14 @@ def test_numbers_that_are_meant_are_taken():
 def test_a_graph_of_a_loss_of_several_numbers_is_refused(model):
     with pytest.raises(autosac.TraceError, match=r"shape \(2, 4\).*one number"):
         autosac.joint_graph(model, torch.ones(2, 4), loss_fn=lambda output: output)
+
+
+@pytest.mark.parametrize("limit", [{"relative_gap": -1}, {"time_limit_s": "x"}])
+def test_a_plan_of_a_graph_refuses_limits_that_mean_nothing(model, limit):
+    graph = autosac.joint_graph(model, torch.ones(2, 4), loss_fn=_mean)
+
+    with pytest.raises(ArgumentError, match=f"^`{next(iter(limit))}` must be"):
+        GraphPlanner(graph).plan("1GiB", **limit)
 
 
 def test_a_directory_of_far_memory_is_taken_as_text_or_path(tmp_path):
