@@ -250,6 +250,9 @@ _CLUSTER = {"cluster": "hgx-h100", **_OPTIONS}
 _NAMED = {
     "plan": lambda model, **o: autosac.plan(model, _inputs(), **_OPTIONS, **o),
     "policy": lambda model, **o: autosac.policy(model, _inputs(), **_OPTIONS, **o),
+    "plan_replicas": lambda model, **o: autosac.plan_replicas(
+        model, _inputs(), **_OPTIONS, **o
+    ),
     "estimate": lambda model, **o: autosac.estimate(model, _inputs(), **o),
     "advise": lambda model, **o: autosac.advise(model, _inputs(), **o),
     "sweep": lambda model, **o: autosac.sweep(model, _inputs(), n=2, **o),
