@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from reprlib import repr as shortened
 from typing import Any
@@ -84,6 +85,25 @@ def new_file(path: Any) -> Path:
             " before."
         )
     return named
+
+
+def read_directory(path: Any) -> str | None:
+    """Where files of far memory shall lie, None for the system's temporary directory.
+
+    Args:
+        path: What was passed for `offload_dir`.
+
+    Raises:
+        ArgumentError: It is no directory that is there.
+    """
+    if path is None:
+        return None
+    named = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
+    if isinstance(named, str) and os.path.isdir(named):
+        return named
+    raise ArgumentError(
+        f"`offload_dir`={named!r} is no directory: make it, or name another."
+    )
 
 
 def _other(value: object, name: str, wanted: str) -> ArgumentError:

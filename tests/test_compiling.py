@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.errors import ArgumentError
 from autosac.pytrees import module_tensors
 from autosac.storages import storage_bytes
 from autosac.verification.measuring import capture_state, differences, measure_peak
@@ -418,11 +419,14 @@ def test_a_compiled_module_inside_is_refused():
         ({"memory_budget": "much"}, "must be a positive int of bytes"),
         ({"strategy": "best"}, "must be 'milp' or 'capuchin', got 'best'"),
         ({"backend": "eager"}, "must be 'aot_eager' or 'inductor', got 'eager'"),
-        ({"extra_bytes": -1}, "`extra_bytes`=-1 must not be negative"),
+        ({"extra_bytes": -1}, "`extra_bytes` must be .* at least 0, got -1"),
+        ({"extra_bytes": "1MiB"}, "`extra_bytes` must be .*, got '1MiB'"),
+        ({"relative_gap": -1}, "`relative_gap` must be .*, got -1"),
+        ({"time_limit_s": "x"}, "`time_limit_s` must be .*, got 'x'"),
     ],
 )
 def test_wrong_arguments_are_errors(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         autosac.compile(Mlp(), **{"memory_budget": "1GiB", **options})
 
 

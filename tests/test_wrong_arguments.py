@@ -2,12 +2,14 @@
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import autosac
 from autosac.errors import ArgumentError
+from autosac.graphs.plans import GraphPlanner
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines.schedules import Schedule
 from autosac.planning.make_plan import read_offload
@@ -85,6 +87,24 @@ def test_a_parallel_plan_refuses_it(model, name, value):
     assert str(shown) in str(error.value)
 
 
+def test_degrees_of_an_array_are_those_of_a_list(model):
+    options = {"cluster": "hgx-h100", "memory_budget": "1GiB", "loss_fn": _mean}
+
+    plans = [
+        autosac.plan_parallel(model, torch.ones(2, 4), degrees=degrees, **options)
+        for degrees in (np.array([2, 4]), [2, 4])
+    ]
+
+    assert plans[0] == plans[1]
+    assert type(plans[0].sharding.shard_degree) is int
+
+
+@pytest.mark.parametrize("inputs", [{1: torch.ones(2, 4)}, ((), {None: 1})])
+def test_keys_of_inputs_are_names(model, inputs):
+    with pytest.raises(ArgumentError, match=r"`inputs` is a dict, .*, got (1|None):"):
+        autosac.estimate(model, inputs)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -135,6 +155,14 @@ def test_numbers_that_are_meant_are_taken():
 def test_a_graph_of_a_loss_of_several_numbers_is_refused(model):
     with pytest.raises(autosac.TraceError, match=r"shape \(2, 4\).*one number"):
         autosac.joint_graph(model, torch.ones(2, 4), loss_fn=lambda output: output)
+
+
+@pytest.mark.parametrize("limit", [{"relative_gap": -1}, {"time_limit_s": "x"}])
+def test_a_plan_of_a_graph_refuses_limits_that_mean_nothing(model, limit):
+    graph = autosac.joint_graph(model, torch.ones(2, 4), loss_fn=_mean)
+
+    with pytest.raises(ArgumentError, match=f"^`{next(iter(limit))}` must be"):
+        GraphPlanner(graph).plan("1GiB", **limit)
 
 
 def test_a_directory_of_far_memory_is_taken_as_text_or_path(tmp_path):
@@ -213,3 +241,90 @@ def test_files_that_cannot_be_written_or_read_are_named(planned, tmp_path):
     for use in (planned.save, autosac.Plan.load):
         with pytest.raises(IsADirectoryError, match="is a folder: name a file"):
             use(tmp_path)
+
+
+# --- arguments that are not taken -------------------------------------------------
+
+_OPTIONS = {"memory_budget": "1GiB", "loss_fn": _mean}
+_CLUSTER = {"cluster": "hgx-h100", **_OPTIONS}
+_NAMED = {
+    "plan": lambda model, **o: autosac.plan(model, _inputs(), **_OPTIONS, **o),
+    "policy": lambda model, **o: autosac.policy(model, _inputs(), **_OPTIONS, **o),
+    "plan_replicas": lambda model, **o: autosac.plan_replicas(
+        model, _inputs(), **_OPTIONS, **o
+    ),
+    "estimate": lambda model, **o: autosac.estimate(model, _inputs(), **o),
+    "advise": lambda model, **o: autosac.advise(model, _inputs(), **o),
+    "sweep": lambda model, **o: autosac.sweep(model, _inputs(), n=2, **o),
+    "max_batch_size": lambda model, **o: autosac.max_batch_size(
+        model, lambda size: torch.ones(size, 4), **_OPTIONS, **o
+    ),
+    "best_batch_size": lambda model, **o: autosac.best_batch_size(
+        model, lambda size: torch.ones(size, 4), **_OPTIONS, **o
+    ),
+    "plan_parallel": lambda model, **o: autosac.plan_parallel(
+        model, _inputs(), **_CLUSTER, **o
+    ),
+    "sweep_parallel": lambda model, **o: autosac.sweep_parallel(
+        model, _inputs(), cluster="hgx-h100", num_gpus=[2], memory_budgets=["1GiB"], **o
+    ),
+    "min_gpus": lambda model, **o: autosac.min_gpus(model, _inputs(), **_CLUSTER, **o),
+    "plan_pipeline": lambda model, **o: autosac.plan_pipeline(
+        model, _inputs(), target=_inputs(), num_ranks=2, **_OPTIONS, **o
+    ),
+}
+
+
+@pytest.mark.parametrize("function", _NAMED)
+def test_a_name_that_is_not_taken_is_said_with_the_function_that_was_called(
+    model, function
+):
+    call = _NAMED[function]
+    with pytest.raises(TypeError, match=f"^`{function}` takes no `foo`: leave it out"):
+        call(model, foo=1)
+    with pytest.raises(ArgumentError, match="no `optimiser`: do you mean `optimizer`"):
+        call(model, optimiser="adamw")
+
+
+@pytest.mark.parametrize(
+    ("plan_options", "sentence"),
+    [
+        ({"foo": 1}, "`plan_options` takes no `foo`: leave it out"),
+        ({"segment": 1}, "`plan_options` takes no `segment`: do you mean `segments`"),
+        (["segments"], r"`plan_options` must be a dict of .*, got list\."),
+        ({"offload": "x"}, "`offload` must be True, False or 'auto', got 'x'"),
+    ],
+)
+def test_options_of_a_sweeps_plans_are_those_of_plan(model, plan_options, sentence):
+    with pytest.raises(ArgumentError, match=sentence):
+        autosac.sweep(model, _inputs(), n=2, plan_options=plan_options)
+    with pytest.raises(ArgumentError, match=sentence):
+        autosac.sweep_grid(
+            lambda: (model, _inputs()), {}, n=2, plan_options=plan_options
+        )
+
+
+# --- losses that are made for a batch ---------------------------------------------
+
+_LOSSES = {
+    "plan": lambda *args, **how: autosac.plan(*args, memory_budget="1GiB", **how),
+    "advise": autosac.advise,
+    "max_batch_size": lambda model, inputs, **how: autosac.max_batch_size(
+        model, lambda size: inputs[:size], memory_budget="1GiB", **how
+    ),
+}
+
+
+@pytest.mark.parametrize("call", _LOSSES.values(), ids=_LOSSES)
+def test_what_makes_no_loss_is_refused(model, call):
+    with pytest.raises(ArgumentError, match=r"`make_loss_fn` must be a .*, got 3"):
+        call(model, _inputs(), make_loss_fn=3)
+    with pytest.raises(ArgumentError, match="`loss_fn` and `make_loss_fn` both"):
+        call(model, _inputs(), loss_fn=_mean, make_loss_fn=lambda inputs: _mean)
+
+
+def test_a_profile_knows_its_loss(planned):
+    with pytest.raises(ArgumentError, match="A profile knows its inputs and options"):
+        autosac.plan(
+            planned.traced, memory_budget="1GiB", make_loss_fn=lambda inputs: 1 / 0
+        )

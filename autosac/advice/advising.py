@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from autosac.advice.sharded_steps import SHARDED, sharded_row
 from autosac.advice.step_changes import (
     STATE_OFFLOADED,
@@ -16,12 +18,19 @@ from autosac.advice.step_changes import (
 )
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.planning.make_plan import floor, make_plan, may_offload
-from autosac.profiles.given import profile_of
+from autosac.profiles.given import (
+    check_make_loss_fn,
+    check_names,
+    profile_of,
+    with_loss,
+)
 from autosac.profiles.profile import Profile
+from autosac.profiles.traced_step import TracedStep
 from autosac.profiles.tracing_again import traced_again
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.results.rows import Row, figures_of, reason_of
 from autosac.results.sweeps import Sweep
+from autosac.step.batches import first_batch
 from autosac.summaries import Summary, Table
 
 AS_IT_IS = "as it is"
@@ -103,10 +112,15 @@ def advise(
         options: As in `profile`.
 
     Raises:
-        ArgumentError: The profile knows no model, as after loading or pickling.
+        ArgumentError: The profile knows no model, as after loading or pickling; or an
+            argument cannot be meant.
     """
-    if make_loss_fn is not None and not isinstance(model, Profile):
-        options = {**options, "loss_fn": make_loss_fn(inputs)}
+    check_names(options, advise)
+    check_make_loss_fn(make_loss_fn, options)
+    if isinstance(inputs, DataLoader):
+        inputs = first_batch(inputs)
+    if not isinstance(model, TracedStep):  # its own loss is known
+        options = with_loss(model, inputs, options, make_loss_fn)
     now = profile_of(model, inputs, options)
     if not isinstance(now, Profile):
         raise ArgumentError(

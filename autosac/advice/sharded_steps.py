@@ -37,7 +37,7 @@ def sharded_row(step: Profile, budget_bytes: int | None) -> Row:
             " with `autosac.plan_parallel` for what is allocated."
         )
     node = _node_of(step)
-    chooser = chooser_of(profile_for(node, step, None, {}), Setting())
+    chooser = chooser_of(profile_for(node, step, None, {}, sharded_row), Setting())
     for num_gpus in _NUMS_GPUS:
         sharded = chooser.at(node.resized(num_gpus), num_gpus)
         lowest = sharded.lowest(SolveOptions())

@@ -29,8 +29,9 @@ from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy, check_graph_offload
 from autosac.profiles.mistakes import check_unplanned
 from autosac.pytrees import module_tensors
-from autosac.quantities import format_bytes, parse_bytes
+from autosac.quantities import format_bytes, parse_bytes, whole_number
 from autosac.solvers.milp.solution import Backend
+from autosac.solving.solve_options import check_solving
 from autosac.storages import storage_bytes
 from autosac.summaries import Summarized, Summary
 
@@ -144,8 +145,8 @@ def compile(
     host_bytes = None
     if host_budget is not None:
         host_bytes = parse_bytes(host_budget, name="host_budget")
-    if extra_bytes < 0:
-        raise ArgumentError(f"`extra_bytes`={extra_bytes} must not be negative.")
+    whole_number(extra_bytes, name="extra_bytes", least=0)
+    check_solving(solver, relative_gap, time_limit_s)
     compiler = _Compiler(
         model=weakref.ref(model),
         budget_bytes=parse_bytes(memory_budget),

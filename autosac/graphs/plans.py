@@ -26,6 +26,7 @@ from autosac.solvers.graph.moving import (
     plan_moves,
 )
 from autosac.solvers.milp.solution import Backend, Termination
+from autosac.solving.solve_options import check_solving
 from autosac.summaries import Summarized, Summary
 
 Strategy = Literal["milp", "capuchin"]
@@ -214,6 +215,7 @@ class GraphPlanner:
                 f"`strategy` must be 'milp' or 'capuchin', got {strategy!r}."
             )
         check_graph_offload(offload, strategy, offload_dir)
+        check_solving("highs", relative_gap, time_limit_s)
         greedy = capuchin.solve(self.problem, budget_bytes=budget_bytes)
         if strategy == "capuchin":
             if greedy.kept is None:

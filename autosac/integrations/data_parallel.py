@@ -21,6 +21,7 @@ from autosac.integrations.budgets import SCALER_BYTES, Loop, plan_loss
 from autosac.integrations.replicas import Replica, replica_of
 from autosac.planning.plan_data import OnMismatch
 from autosac.planning.plans import Plan
+from autosac.profiles.given import check_names
 from autosac.step.training_step import LossFn, normalize_inputs
 
 
@@ -52,9 +53,11 @@ def plan_replicas(
 
     Raises:
         InfeasibleBudgetError: No plan fits.
-        ArgumentError: There are several processes, and no DDP around the model.
+        ArgumentError: There are several processes, and no DDP around the model; or an
+            argument is not taken.
         UnsupportedError: A plan could not keep its word under this DDP; says why.
     """
+    check_names(options, plan_replicas)
     replica = replica_of(model)
     if replica.group is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise ArgumentError(

@@ -128,7 +128,7 @@ def plan_parallel(
         numbers = list(range(1, read_segments(segments) + 1))
     mesh_degrees = read_mesh(mesh, tp_plan, loss_parallel, spec)
     check_method(cp_method, is_shared=mesh_degrees[1] != (1,))
-    profile = profile_for(spec, model, inputs, options)
+    profile = profile_for(spec, model, inputs, options, plan_parallel)
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     how = SolveOptions(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s

@@ -23,6 +23,7 @@ from autosac.parallel.mesh_racing import Division, division_of
 from autosac.parallel.sequence_parts import Inputs, part_of
 from autosac.parallel.sharding import FsdpUnit, Sharding
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
+from autosac.plan_kinds import plan_record
 from autosac.planning.plans import LARGE_GAP
 from autosac.profiles.fingerprints import Fingerprint, check_model
 from autosac.profiles.mistakes import check_unplanned
@@ -303,7 +304,7 @@ class ParallelPlan(Summarized):
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: The file is not such a plan.
+            ArgumentError: The file is not such a plan.
         """
         record = _record(path)
         try:
@@ -415,11 +416,8 @@ class ParallelPlan(Summarized):
 
 def _record(path: str | Path) -> dict[str, Any]:
     """The JSON object of a saved plan without its format."""
-    try:
-        record: dict[str, Any] = json.loads(Path(path).read_text())
-        format_version = record.pop("format")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ArgumentError(f"{path} is no parallel plan saved by autosac.") from error
+    record = plan_record(path, wanted="ParallelPlan")
+    format_version = record.pop("format")
     if format_version != _FORMAT_VERSION:
         raise ArgumentError(
             f"{path} has parallel plan format {format_version}; this autosac reads"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.compute_dtype import as_sharded, in_compute_dtype
-from autosac.profiles.given import profile_of
+from autosac.profiles.given import check_names, profile_of
 from autosac.profiles.profile import Profile, calibrate
 from autosac.profiles.restricting import restricted
 from autosac.step.marks import Marks, marked, marks_of
@@ -77,9 +77,19 @@ def profile_for(
     model: torch.nn.Module | Profile,
     inputs: Any,
     options: dict[str, Any],
+    function: Callable[..., object],
 ) -> Profile:
-    """The profile that was passed, or a new one, on a GPU of the cluster."""
+    """The profile that was passed, or a new one, on a GPU of the cluster.
+
+    Args:
+        spec: The cluster.
+        model: What was passed,
+        inputs: with it,
+        options: and besides.
+        function: To which.
+    """
     check_no_offload(options)
+    check_names(options, function)
     if "device" in options:
         raise ArgumentError("`device` is that of `cluster`; leave it out.")
     if isinstance(model, Profile):

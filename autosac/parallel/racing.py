@@ -57,13 +57,14 @@ def make_parallel_plan(
         ValueError: A degree does not fit the cluster.
     """
     if degrees is not None:
-        if not isinstance(degrees, Collection) or not degrees:
+        if not isinstance(degrees, Collection) or not len(degrees):
             raise ArgumentError(
                 "`degrees` must be a list of at least one sharding degree, got"
                 f" {degrees!r}."
             )
         for degree in degrees:
             spec.shard_group(degree)
+        degrees = [int(degree) for degree in degrees]  # of an array, too
     if chooser.plain is not None:
         with suppress(InfeasibleBudgetError):
             make_parallel_plan(

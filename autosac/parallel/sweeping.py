@@ -81,7 +81,7 @@ def sweep_parallel(
     memory_bytes = any_size.device.memory_bytes
     caps = read_budgets(memory_budgets, None) or ()
     budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in caps]
-    profile = profile_for(any_size, model, inputs, options)
+    profile = profile_for(any_size, model, inputs, options, sweep_parallel)
     setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))
     how = SolveOptions(relative_gap=relative_gap, time_limit_s=time_limit_s)

@@ -23,6 +23,7 @@ from autosac.parallel.preparing import (
 from autosac.pipelines.asked_meshes import AskedMesh
 from autosac.pipelines.mesh_choosing import MeshSearch, parts
 from autosac.pipelines.planning import given_batch
+from autosac.profiles.given import check_names
 from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes, whole_number
 from autosac.step.marks import Marks
@@ -79,13 +80,15 @@ def min_gpus(
                 " model alone, or no `mesh`."
             )
         check_no_offload(options)
+        asked_names = {field.name for field in fields(AskedMesh)}
+        check_names(options, min_gpus, also={"target", *asked_names})
         target, loss_fn = options.pop("target", None), options.pop("loss_fn", None)
         if loss_fn is None:
             raise ArgumentError(
                 "`mesh` asks for stages, and `loss_fn` is missing: pass a function of"
                 " output and target, and `target`."
             )
-        names = {field.name for field in fields(AskedMesh)} & options.keys()
+        names = asked_names & options.keys()
         asked = AskedMesh(
             mesh=mesh,
             memory_budget=memory_budget,
@@ -96,7 +99,7 @@ def min_gpus(
         most = _at_most(spec, most_gpus)
         given = given_batch(model, inputs, target, loss_fn, most, options)
         return _fewest(asked.search(given))
-    profile = profile_for(spec, model, inputs, options)
+    profile = profile_for(spec, model, inputs, options, min_gpus)
     setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)

@@ -26,6 +26,7 @@ from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B
 from autosac.pipelines.stage_choosing import FarBytes
 from autosac.pipelines.stage_steps import PipelineLoss
 from autosac.planning.make_plan import Offload, read_offload
+from autosac.profiles.given import check_names
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
 
@@ -124,6 +125,7 @@ def plan_pipeline(
     if cluster is None and num_gpus is not None:
         raise ArgumentError("`num_gpus` is given without the `cluster` that has them.")
     spec = None if cluster is None else cluster_of(cluster, num_gpus)
+    check_names(options, plan_pipeline)
     directory = read_offload(offload, offload_dir)
     far = FarBytes()
     if host_budget is not None:

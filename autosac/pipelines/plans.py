@@ -29,6 +29,7 @@ from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.pipelines.blocks import Passed, Stage, Tokens
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
+from autosac.plan_kinds import plan_record
 from autosac.profiles.fingerprints import Fingerprint, check_model
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms
@@ -332,10 +333,10 @@ class PipelinePlan(Summarized):
         """Read a plan that `save` wrote.
 
         Raises:
-            ValueError: The file is not such a plan.
+            ArgumentError: The file is not such a plan.
         """
+        record = plan_record(path, wanted="PipelinePlan")
         try:
-            record = json.loads(Path(path).read_text())
             if record.pop("format") != _FORMAT_VERSION:
                 raise ValueError("it has another format")
             record["pipeline"] = Schedule(**record["pipeline"])

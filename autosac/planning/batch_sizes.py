@@ -14,7 +14,12 @@ from autosac.kinds import check_kind
 from autosac.planning.choices import lowest
 from autosac.planning.make_plan import floor, make_plan
 from autosac.planning.plans import Plan
-from autosac.profiles.given import calibrated_if_present
+from autosac.profiles.given import (
+    MakeLoss,
+    calibrated_if_present,
+    check_make_loss_fn,
+    check_names,
+)
 from autosac.profiles.profile import Profile, profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
@@ -23,11 +28,10 @@ from autosac.quantities import parse_bytes, whole_number
 from autosac.results.rows import Row, figures_of
 from autosac.results.sweeps import Sweep
 from autosac.step.marks import Marks, marks_of
-from autosac.step.training_step import LossFn
 from autosac.summaries import Summarized, Summary
 
 MakeInputs = Callable[[int], Any]
-MakeLoss = Callable[[Any], LossFn]
+
 _MOST = 2**16  # samples; a step whose memory does not grow has no largest batch
 _MOST_TRIALS = 16  # of sizes whose throughput is looked at
 _GROWTH = 4  # of a size that fits, to the next one
@@ -101,6 +105,7 @@ def max_batch_size(
         InfeasibleBudgetError: Not even one sample fits.
         ValueError: The largest size to look at fits.
     """
+    check_names(options, max_batch_size)
     given = _given(ac_units, fsdp_units)
     steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget, given)
     with steps.watched(progress):
@@ -144,6 +149,7 @@ def best_batch_size(
         InfeasibleBudgetError: None of the sizes fits.
         ValueError: `sizes` is empty or names a size below 1; or as `max_batch_size`.
     """
+    check_names(options, best_batch_size)
     given = _given(ac_units, fsdp_units)
     steps = _Steps(model, make_inputs, make_loss_fn, options, memory_budget, given)
     wanted = None if sizes is None else _distinct(sizes)
@@ -187,8 +193,7 @@ class _Steps:
         memory_budget: int | str,
         given: _Given,
     ) -> None:
-        if make_loss_fn is not None and "loss_fn" in options:
-            raise ArgumentError("Pass either `loss_fn` or `make_loss_fn`.")
+        check_make_loss_fn(make_loss_fn, options)
         if not callable(make_inputs):
             raise ArgumentError(
                 "`make_inputs` must be a function of a batch size that makes inputs, as"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 
 from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import InfeasibleBudgetError, Interrupted
+from autosac.kinds import check_kind
 from autosac.planning.choices import SWEEP_GAP, evenly
-from autosac.planning.make_plan import floor, make_plan, may_offload
-from autosac.profiles.given import profile_of
+from autosac.planning.make_plan import floor, make_plan, may_offload, read_offload
+from autosac.profiles.given import check_names, profile_of, unknown_name
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
@@ -22,6 +23,11 @@ from autosac.results.rows import Row, figures_of, monotone, reason_of
 from autosac.results.sweeps import Sweep
 from autosac.solvers import sac
 from autosac.step.marks import Marks
+
+_PLAN_OPTIONS = (
+    *("backend", "relative_gap", "time_limit_s", "segments", "dry_run", "offload"),
+    "offload_dir",
+)
 
 
 def sweep(
@@ -62,9 +68,12 @@ def sweep(
 
     Raises:
         ArgumentError: Neither or both of `memory_budgets` and `n` are given, a budget
-            cannot be read, there are none, or `n` is less than 2.
+            cannot be read, there are none, or `n` is less than 2; or another argument
+            means nothing.
         Interrupted: Ctrl-C was pressed; its ``done`` has the rows planned by then.
     """
+    check_names(options, sweep)
+    check_plan_options(plan_options)
     asked = read_budgets(memory_budgets, n)
     check_cap(cap)
     traced = restricted(profile_of(model, inputs, options), ac_units, fsdp_units, cap)
@@ -91,6 +100,23 @@ def sweep(
         what = f"{len(answers)} of {len(wanted)} budgets are planned for"
         raise Interrupted(_rows(traced, answers, done), what) from stop
     return _rows(traced, answers, budgets)
+
+
+def check_plan_options(plan_options: object) -> None:
+    """Refuse what the plans of a sweep cannot be made with.
+
+    Raises:
+        ArgumentError: Names what is not taken.
+    """
+    if plan_options is None:
+        return
+    wanted = f"a dict of what `plan` takes, of {', '.join(_PLAN_OPTIONS)}"
+    check_kind(plan_options, Mapping, name="plan_options", wanted=wanted)
+    options: dict[Any, Any] = dict(plan_options)  # type: ignore[call-overload]
+    for name in options:
+        if name not in _PLAN_OPTIONS:
+            raise unknown_name(str(name), "plan_options", _PLAN_OPTIONS)
+    read_offload(options.get("offload", False), options.get("offload_dir"))
 
 
 def _rows(

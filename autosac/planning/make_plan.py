@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 
 from autosac.devices.allocator_settings import Cap, check_cap
 from autosac.errors import ArgumentError, InfeasibleBudgetError, SolverError
+from autosac.kinds import read_directory
 from autosac.planning.choices import (
     choose_fastest,
     exact_lowest,
@@ -49,15 +49,7 @@ def read_offload(offload: object, offload_dir: object) -> str | None:
         raise ArgumentError(
             f"`offload` must be True, False or 'auto', got {offload!r}."
         )
-    if offload_dir is None:
-        return None
-    is_path = isinstance(offload_dir, (str, os.PathLike))
-    directory = os.fspath(offload_dir) if is_path else offload_dir  # type: ignore[call-overload]
-    if isinstance(directory, str) and os.path.isdir(directory):
-        return directory
-    raise ArgumentError(
-        f"`offload_dir`={directory!r} is no directory: make it, or name another."
-    )
+    return read_directory(offload_dir)
 
 
 @no_collections()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import Any, overload
@@ -31,7 +31,15 @@ from autosac.planning.plan_data import OnMismatch, Replan
 from autosac.planning.plans import Plan
 from autosac.planning.statistics_plans import StatisticsPlan, plan_statistics
 from autosac.planning.unseen_batches import check_on_mismatch
-from autosac.profiles.given import calibrated_if_present, profile_of
+from autosac.profiles.given import (
+    MakeLoss,
+    argument_names,
+    calibrated_if_present,
+    check_make_loss_fn,
+    check_names,
+    profile_of,
+    with_loss,
+)
 from autosac.profiles.profile import Profile, profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
@@ -42,10 +50,8 @@ from autosac.solving.solve_options import RELATIVE_GAP, check_solving, read_segm
 from autosac.statistics.by_module import Statistics
 from autosac.step.arguments import check_replans, fits_forward
 from autosac.step.marks import Marks, marks_of
-from autosac.step.training_step import LossFn
 from autosac.tracing.real_steps import names_of_forward
 
-MakeLoss = Callable[[Any], LossFn]
 _Planned = list[tuple[Bucket, Profile]]
 
 
@@ -149,6 +155,7 @@ def plan(
             with the others.
         SolverError: The dry run does not confirm the plan.
     """
+    check_names(options, plan)
     check_on_mismatch(on_mismatch)
     check_cap(cap)
     gap = RELATIVE_GAP if relative_gap is None else relative_gap
@@ -175,7 +182,8 @@ def plan(
         solving["relative_gap"] = relative_gap or 0.0
         solving["world_size"] = 1 if world_size is None else world_size
         return plan_statistics(model, memory_budget, **units, **solving)
-    _refuse_without_statistics(world_size, make_loss_fn, options)
+    _refuse_without_statistics(world_size)
+    check_make_loss_fn(make_loss_fn, options)
     units["cap"] = cap
     solving["relative_gap"] = gap
     solving["dry_run"] = dry_run
@@ -198,8 +206,7 @@ def plan(
         planned = _over_batches(steps, budget_bytes, solving)
         step: TracedStep = steps[0][1]
     else:
-        if make_loss_fn is not None:
-            options = {**options, "loss_fn": make_loss_fn(inputs)}
+        options = with_loss(model, inputs, options, make_loss_fn)
         step = restricted(profile_of(model, inputs, options), **units)
         budget_bytes = _parsed(memory_budget, step)
         planned = make_plan(step, budget_bytes, **solving)
@@ -220,17 +227,11 @@ def _refuse_with_statistics(given: dict[str, Any]) -> None:
         )
 
 
-def _refuse_without_statistics(
-    world_size: int | None, make_loss_fn: MakeLoss | None, options: dict[str, Any]
-) -> None:
+def _refuse_without_statistics(world_size: int | None) -> None:
     if world_size is not None:
         raise ArgumentError(
             "`world_size` is for statistics, whose parameters it divides: plan for many"
             " GPUs by `autosac.plan_parallel(..., cluster=..., num_gpus=...)`."
-        )
-    if make_loss_fn is not None and options.get("loss_fn") is not None:
-        raise ArgumentError(
-            "`loss_fn` and `make_loss_fn` both say what the loss is: pass one of them."
         )
 
 
@@ -242,6 +243,7 @@ def policy(
     **options: Any,
 ) -> dict[str, float]:
     """FQN of each AC unit -> share of its activation memory to recompute."""
+    check_names(options, policy, also=argument_names(plan))
     return plan(model, inputs, memory_budget=memory_budget, **options).policy
 
 
@@ -262,8 +264,7 @@ def _traced(
     _check_meant(model, inputs)
     steps: _Planned = []
     for bucket in buckets(model, inputs):
-        if make_loss_fn is not None:
-            options = {**options, "loss_fn": make_loss_fn(bucket.batch)}
+        options = with_loss(model, bucket.batch, options, make_loss_fn)
         traced = calibrated_if_present(profile(model, bucket.batch, **options))
         twin = next((i for i, one in enumerate(steps) if _alike(one[1], traced)), None)
         if twin is None:

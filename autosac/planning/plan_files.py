@@ -84,19 +84,12 @@ def _written(
     }
 
 
-def read(text: str) -> dict[str, Any]:
-    """The plan's fields from a text that `write` made.
+def read(whole: dict[str, Any]) -> dict[str, Any]:
+    """The plan's fields from the JSON object of a text that `write` made.
 
     Raises:
-        ValueError: The text is no such plan, is of another format, or was changed;
-            says which.
+        ValueError: It is of another format, or was changed; says which.
     """
-    try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError) as error:  # or JSON of some thousand levels
-        raise ValueError("is not a plan saved by autosac: it is no JSON") from error
-    if not isinstance(whole, dict) or "format" not in whole:
-        raise ValueError("is not a plan saved by autosac: it names no format")
     if whole["format"] != FORMAT:
         raise ValueError(
             f"has plan format {whole['format']}; this autosac reads format {FORMAT}."

@@ -13,7 +13,8 @@ import torch
 from autosac.checkpointing import batch_variants, installing
 from autosac.costs.host import time_notes
 from autosac.errors import ArgumentError
-from autosac.kinds import check_kind, file_path, new_file
+from autosac.kinds import check_kind, new_file
+from autosac.plan_kinds import plan_record
 from autosac.planning import offload_advice, plan_files
 from autosac.planning.plan_data import PlanData
 from autosac.planning.unseen_batches import UnseenBatches, largest
@@ -182,12 +183,12 @@ class Plan(PlanData, Summarized):
         checked by `apply`, what a step of it really does by `autosac.check`.
 
         Raises:
-            ValueError: The file is no such plan, was changed, or contradicts itself.
+            ArgumentError: The file is no such plan, was changed, or contradicts itself.
         """
-        path = file_path(path)
+        whole = plan_record(path, wanted="Plan")
         try:
-            record = plan_files.read(path.read_text(encoding="utf-8"))
-        except ValueError as error:  # of text that is not UTF-8, too
+            record = plan_files.read(whole)
+        except ValueError as error:
             raise ArgumentError(f"{path} {error}.") from error
         try:
             plan, wrong = cls._of_record(record), plan_files.problem(record)

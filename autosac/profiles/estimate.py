@@ -13,7 +13,7 @@ from autosac.costs.host import time_notes
 from autosac.devices.specs import DeviceSpec, device_spec
 from autosac.errors import ArgumentError
 from autosac.optional import needed
-from autosac.profiles.given import profile_of
+from autosac.profiles.given import check_names, profile_of
 from autosac.profiles.memory_history import Place, peak_place
 from autosac.profiles.module_tables import ModuleEstimate, table_of
 from autosac.profiles.traced_step import TracedStep
@@ -127,6 +127,7 @@ def estimate(
         inputs: As in `profile`.
         options: As in `profile`.
     """
+    check_names(options, estimate)
     profile = profile_of(model, inputs, options)
     place = peak_place(profile, {})
     return Estimate(

@@ -2,12 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from inspect import Parameter, signature
 from typing import Any
 
 from autosac.errors import ArgumentError
+from autosac.kinds import check_function
 from autosac.profiles.profile import Profile, calibrate, profile
 from autosac.profiles.traced_step import TracedStep
 from autosac.statistics.by_module import Statistics
+from autosac.step.training_step import LossFn
+
+MakeLoss = Callable[[Any], LossFn]
+
+
+def check_names(
+    options: Iterable[str], function: Callable[..., object], also: Iterable[str] = ()
+) -> None:
+    """Refuse arguments that a function which hands its options to `profile` lacks.
+
+    Args:
+        options: Names of what it was given besides the arguments that it names.
+        function: The function that was called.
+        also: Other options that it takes.
+
+    Raises:
+        ArgumentError: Names the function, the argument, and one of a like name.
+    """
+    known = {*argument_names(profile), *also}
+    for name in options:
+        if name not in known:
+            raise unknown_name(
+                name, function.__name__, [*known, *argument_names(function)]
+            )
+
+
+def argument_names(function: Callable[..., object]) -> list[str]:
+    """Names of the arguments that a function names."""
+    parameters = signature(function).parameters.values()
+    return [one.name for one in parameters if one.kind is not Parameter.VAR_KEYWORD]
+
+
+def unknown_name(name: str, owner: str, known: Iterable[str]) -> ArgumentError:
+    """The error for an argument of a name that means nothing.
+
+    Args:
+        name: What was passed.
+        owner: What takes no such argument.
+        known: Names that it takes.
+    """
+    close = get_close_matches(name, sorted(known), n=1)
+    advice = f"do you mean `{close[0]}`?" if close else "leave it out."
+    return ArgumentError(f"`{owner}` takes no `{name}`: {advice}")
+
+
+def check_make_loss_fn(make_loss_fn: object, options: Mapping[str, Any]) -> None:
+    """Refuse what makes no loss function of inputs, or a loss that is given twice.
+
+    Raises:
+        ArgumentError: Says what to pass.
+    """
+    if make_loss_fn is None:
+        return
+    wanted = "a function of the inputs that returns `loss_fn`"
+    check_function(make_loss_fn, name="make_loss_fn", wanted=wanted)
+    if options.get("loss_fn") is not None:
+        raise ArgumentError(
+            "`loss_fn` and `make_loss_fn` both say what the loss is: pass one of them."
+        )
+
+
+def with_loss(
+    model: Any, inputs: Any, options: dict[str, Any], make_loss_fn: MakeLoss | None
+) -> dict[str, Any]:
+    """The options of a profile, with the loss that is made for its inputs.
+
+    Raises:
+        ArgumentError: The model is a profile, whose loss is known; or no inputs are
+            given.
+    """
+    if make_loss_fn is None:
+        return options
+    if isinstance(model, TracedStep):
+        raise _known_already()
+    if inputs is None:
+        raise _no_inputs()
+    return {**options, "loss_fn": make_loss_fn(inputs)}
+
+
+def _known_already() -> ArgumentError:
+    return ArgumentError(
+        "A profile knows its inputs and options already; pass only `memory_budget`."
+    )
+
+
+def _no_inputs() -> ArgumentError:
+    return ArgumentError("`inputs` is missing: pass what the model is called with.")
 
 
 def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
@@ -19,13 +110,10 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
         )
     if isinstance(model, TracedStep):
         if inputs is not None or options:
-            raise ArgumentError(
-                "A profile knows its inputs and options already; pass only"
-                " `memory_budget`."
-            )
+            raise _known_already()
         return model
     if inputs is None:
-        raise ArgumentError("`inputs` is missing: pass what the model is called with.")
+        raise _no_inputs()
     return calibrated_if_present(profile(model, inputs, **options))
 
 

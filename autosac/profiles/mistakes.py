@@ -11,8 +11,8 @@ from autosac import _compat_distributed
 from autosac.checkpointing import installing
 from autosac.checkpointing.stand_ins import StandIn
 from autosac.errors import ArgumentError
-from autosac.quantities import format_bytes, is_positive, whole_number
-from autosac.step.arguments import warn
+from autosac.quantities import format_bytes
+from autosac.step.arguments import check_numbers, warn
 from autosac.step.tape import Tape
 
 
@@ -148,12 +148,7 @@ def check_options(
     Raises:
         ArgumentError: Says which, and what it must be.
     """
-    whole_number(accumulate, name="accumulate")
-    if clip_grad_norm is not None and not is_positive(clip_grad_norm):
-        raise ArgumentError(
-            f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}: pass a number,"
-            " or None."
-        )
+    check_numbers(accumulate, clip_grad_norm)
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ArgumentError(f"`{name}` must be True or False, got {value!r}.")

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from autosac import _compat_compiler, _compat_dispatch
+from autosac import _compat_compiler, _compat_dispatch, kinds
 from autosac._compat_distributed import are_distributed
 from autosac.errors import ArgumentError
 from autosac.pytrees import held_tensors
+from autosac.quantities import is_positive, whole_number
 from autosac.step import source_lines
 from autosac.step.offloaded_optimizer import OffloadedOptimizer
 from autosac.step.training_step import AnyOptimizer, OptimizerInBackward
@@ -176,6 +177,25 @@ def check_inputs(
 def fits_forward(model: torch.nn.Module, *args: Any) -> bool:
     """Whether a model's ``forward`` takes these arguments."""
     return _unbound(model.forward, *args) is None
+
+
+def check_maker(function: Any, *, name: str) -> None:
+    """Refuse what cannot be called without arguments.
+
+    Args:
+        function: What was passed.
+        name: The argument's name, for the error message.
+
+    Raises:
+        ArgumentError: Says what it takes.
+    """
+    kinds.check_function(function, name=name, wanted="a function of nothing")
+    problem = _unbound(function)
+    if problem is not None:
+        raise ArgumentError(
+            f"`{name}` must be a function of nothing, and it takes {problem}. Let it"
+            " hold what it needs, as `lambda: make(size)` does."
+        )
 
 
 # --- the loss ---------------------------------------------------------------------
@@ -372,7 +392,21 @@ def _check_trained(optimizer: AnyOptimizer, model: torch.nn.Module) -> None:
     )
 
 
-# --- types ------------------------------------------------------------------------
+# --- numbers and types ----------------------------------------------------------------
+
+
+def check_numbers(accumulate: int, clip_grad_norm: float | None) -> None:
+    """Refuse numbers of a step that mean nothing.
+
+    Raises:
+        ArgumentError: Says which, and what it must be.
+    """
+    whole_number(accumulate, name="accumulate")
+    if clip_grad_norm is not None and not is_positive(clip_grad_norm):
+        raise ArgumentError(
+            f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}: pass a number,"
+            " or None."
+        )
 
 
 def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

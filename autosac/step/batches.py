@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from autosac.errors import ArgumentError
 from autosac.step.random_streams import random_streams_kept
 
 MOST_BATCHES = 512  # of a loader that are looked at
@@ -36,7 +37,7 @@ def first_batch(loader: DataLoader[Any]) -> Any:
         loader: Over any dataset that can be read more than once.
 
     Raises:
-        ValueError: The loader is empty; or its dataset is an iterator, of which a
+        ArgumentError: The loader is empty; or its dataset is an iterator, of which a
             sample that is taken is gone.
     """
     return next(_kept(loader, lambda: _spread(loader, 1)))[1]
@@ -88,7 +89,7 @@ def _spread(loader: DataLoader[Any], epoch: int) -> Iterator[tuple[int, Any]]:
     try:
         yield next(batches)
     except StopIteration:
-        raise ValueError(
+        raise ArgumentError(
             "`inputs` is a DataLoader without a batch; its dataset is empty, or"
             " smaller than a batch and `drop_last` is set."
         ) from None
@@ -142,7 +143,7 @@ def _streamed(loader: DataLoader[Any]) -> Iterator[Any]:
     dataset: Any = loader.dataset
     samples = iter(dataset)
     if samples is dataset:
-        raise ValueError(
+        raise ArgumentError(
             f"`inputs` is a DataLoader over {type(samples).__name__}, which is its"
             " own iterator: a batch that is taken for planning would be missing in"
             " training. Pass a batch, or let `__iter__` return a new iterator."

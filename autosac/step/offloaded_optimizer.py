@@ -21,6 +21,7 @@ import torch
 from autosac import _compat_autograd, _compat_dispatch, _compat_fakes
 from autosac.errors import ArgumentError
 from autosac.far_memory import Copy, FarMemory
+from autosac.kinds import read_directory
 from autosac.quantities import parse_bytes
 from autosac.step.training_step import OptimizerInBackward
 
@@ -84,12 +85,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         chunk_bytes: int | str | None = None,
         offload_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        directory = None if offload_dir is None else os.fspath(offload_dir)
-        if directory is not None and not os.path.isdir(directory):
-            raise ArgumentError(
-                f"`offload_dir`={directory!r} is no directory: make it, or name"
-                " another."
-            )
+        directory = read_directory(offload_dir)
         _check(optimizer)
         if chunk_bytes is not None:
             chunk_bytes = parse_bytes(chunk_bytes, name="chunk_bytes")

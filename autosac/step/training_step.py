@@ -141,27 +141,42 @@ def normalize_inputs(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             a `DataLoader`, whose first batch is one of these.
 
     Raises:
-        ArgumentError: ``inputs`` is none of these.
-        ValueError: As `first_batch`.
+        ArgumentError: ``inputs`` is none of these, or a loader without a batch.
     """
     if isinstance(inputs, DataLoader):
         inputs = first_batch(inputs)
     if isinstance(inputs, torch.Tensor):
         return (inputs,), {}
     if isinstance(inputs, Mapping):
-        return (), dict(inputs)
+        return (), _keywords(inputs)
     if isinstance(inputs, (tuple, list)):
         if (
             len(inputs) == 2
             and isinstance(inputs[0], (tuple, list))
             and isinstance(inputs[1], Mapping)
         ):
-            return tuple(inputs[0]), dict(inputs[1])
+            return tuple(inputs[0]), _keywords(inputs[1])
         return tuple(inputs), {}
     raise ArgumentError(
         "`inputs` must be a tensor, a tuple (args), a dict (kwargs),"
         f" (args, kwargs) or a DataLoader of these, got {type(inputs).__name__}."
     )
+
+
+def _keywords(arguments: Mapping[Any, Any]) -> dict[str, Any]:
+    """Keyword arguments of the model.
+
+    Raises:
+        ArgumentError: A key is no name.
+    """
+    for name in arguments:
+        if not isinstance(name, str):
+            raise ArgumentError(
+                "`inputs` is a dict, whose keys must be names of arguments of the"
+                f" model, got {name!r}: pass arguments without names in a tuple, and so"
+                " a dict that is one of them."
+            )
+    return dict(arguments)
 
 
 def default_loss(output: Any) -> torch.Tensor:

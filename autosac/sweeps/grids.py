@@ -15,6 +15,7 @@ from autosac.devices.free_memory import physical_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import ArgumentError
 from autosac.kinds import check_kind
+from autosac.planning.budget_sweep import check_plan_options
 from autosac.progress import progress_bar
 from autosac.quantities import is_whole, parse_bytes, read_budgets
 from autosac.results.rows import FIGURES, Label, Row
@@ -96,6 +97,7 @@ def sweep_grid(
         )
     wanted = "a dict of the values of each argument of `make_step`"
     check_kind(grid, Mapping, name="grid", wanted=wanted)
+    check_plan_options(plan_options)
     budgets = _budgets(memory_budgets, n)
     axes = {name: _axis(name, values) for name, values in grid.items()}
     shared: dict[str, Any] = {

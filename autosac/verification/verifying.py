@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import math
 import statistics
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,11 +16,17 @@ from typing import Any, Protocol
 import torch
 
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
-from autosac.kinds import check_function
 from autosac.progress import progress_bar
 from autosac.pytrees import held_tensors, module_tensors
-from autosac.quantities import format_bytes, format_ms, whole_number
-from autosac.step.arguments import check_loss_fn, optimizer_for, read_dtype
+from autosac.quantities import format_bytes, format_ms, is_whole, whole_number
+from autosac.step.arguments import (
+    check_loss_fn,
+    check_maker,
+    check_numbers,
+    optimizer_for,
+    read_dtype,
+    short,
+)
 from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
 from autosac.step.training_step import (
     AnyOptimizer,
@@ -36,6 +44,8 @@ from autosac.verification.measuring import (
 )
 
 MakeOptimizer = Callable[[Any], AnyOptimizer | None]
+
+_ONLY_HERE = 2  # references: of a local name, and of an argument
 
 
 class AppliesToModel(Protocol):
@@ -161,8 +171,8 @@ def verify(
         progress: Show a bar on the standard error stream; None for only on a terminal.
 
     Raises:
-        ArgumentError: ``loss_fn``, ``make_optimizer`` or ``autocast`` cannot be meant.
-        ValueError: ``steps`` is less than one, or ``timing_rounds`` less than none.
+        ArgumentError: An argument cannot be meant, such as a ``make_model`` that hands
+            out one and the same model each time, or ``steps`` of less than one.
         UnsupportedError: The plan's budget caps what is reserved.
     """
     check_loss_fn(loss_fn)
@@ -170,8 +180,9 @@ def verify(
         raise ArgumentError(
             f"`plan` must be what `autosac.plan` returns, got {type(plan).__name__}."
         )
-    check_function(make_model, name="make_model", wanted="a function of nothing")
-    check_function(make_inputs, name="make_inputs", wanted="a function of nothing")
+    check_maker(make_model, name="make_model")
+    check_maker(make_inputs, name="make_inputs")
+    check_numbers(accumulate, clip_grad_norm)
     if getattr(plan, "cap", "allocated") == "reserved":
         raise UnsupportedError(
             "The plan's budget caps what PyTorch reserves, and `verify` measures what"
@@ -214,8 +225,10 @@ class Recipe:
     keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("timing_rounds", 0)):
+        for name, least in (("steps", 1), ("timing_rounds", 0), ("extra_bytes", 0)):
             whole_number(getattr(self, name), name=name, least=least)
+        if not is_whole(self.seed):
+            raise ArgumentError(f"`seed` must be a whole number, got {self.seed!r}.")
 
 
 def verify_each(
@@ -263,15 +276,46 @@ class _Measured:
     times_ms: list[float]
 
 
+def _built(recipe: Recipe) -> torch.nn.Module:
+    """The model of a run."""
+    gc.collect()  # the model before this one may hang in a cycle
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # a training begins with nothing reserved
+    torch.manual_seed(recipe.seed)
+    model = recipe.make_model()
+    if not isinstance(model, torch.nn.Module):
+        raise ArgumentError(
+            "`make_model` must return a torch.nn.Module, and it returns"
+            f" {short(model)}."
+        )
+    return model
+
+
+def _built_anew(recipe: Recipe) -> torch.nn.Module:
+    """The model of a run, untouched so far, of which each call builds another one.
+
+    Raises:
+        ArgumentError: The next call hands out the same one.
+    """
+    model = _built(recipe)
+    if sys.getrefcount(model) <= _ONLY_HERE:
+        return model
+    earlier = weakref.ref(model)  # held by others, or by its own parts
+    del model
+    again = _built(recipe)
+    if earlier() is again:
+        raise ArgumentError(
+            "`make_model` returns one and the same model each time: let it build the"
+            " model anew on each call, as `lambda: Model(config)` does."
+        )
+    return again
+
+
 class _Run:
     """One model in training, with or without a plan."""
 
     def __init__(self, recipe: Recipe, plan: AppliesToModel | None) -> None:
-        gc.collect()  # the model before this one may hang in a cycle
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # a training begins with nothing reserved
-        torch.manual_seed(recipe.seed)
-        self.model = recipe.make_model()
+        self.model = _built_anew(recipe) if plan is None else _built(recipe)
         if plan is not None:
             plan.apply(self.model)
         self.optimizer = optimizer_for(recipe.make_optimizer, self.model)

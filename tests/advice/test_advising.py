@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
 
 import autosac
 from autosac.advice.sharded_steps import sharded_row
@@ -358,3 +359,19 @@ def test_a_step_from_a_plan_cannot_be_advised():
     profile = profiled()
     with pytest.raises(ValueError, match="traces the model anew"):
         autosac.advise(profile.traced())
+
+
+def test_a_loss_is_made_for_the_batch_that_a_loader_yields_first():
+    rows, given = torch.arange(12.0).reshape(6, 2), []
+
+    def make_loss_fn(inputs):
+        given.append(inputs[0])
+        raise InterruptedError  # what is advised is not the question
+
+    with pytest.raises(InterruptedError):
+        autosac.advise(
+            nn.Linear(2, 2),
+            DataLoader(TensorDataset(rows), batch_size=2),
+            make_loss_fn=make_loss_fn,
+        )
+    assert torch.equal(given[0], rows[:2])

@@ -189,7 +189,7 @@ def test_sizes_that_do_not_fit_are_passed_over(model):
             ValueError,
             "`sizes` must be a whole number of at least 1, got 0",
         ),
-        ({"loss_fn": torch.sum, "make_loss_fn": next_token_loss}, TypeError, "either"),
+        ({"loss_fn": torch.sum, "make_loss_fn": next_token_loss}, TypeError, "one of"),
     ],
 )
 def test_wrong_arguments_are_refused(options, error, match, model):

@@ -12,6 +12,7 @@ from torch.utils.data import (
 )
 
 import autosac
+from autosac.errors import ArgumentError
 from autosac.step.batches import first_batch
 
 
@@ -134,7 +135,7 @@ def test_planning_takes_no_sample_from_workers():
 
 
 def test_a_dataset_that_is_its_own_iterator_is_refused():
-    with pytest.raises(ValueError, match="OneWay, which is its own iterator"):
+    with pytest.raises(ArgumentError, match="OneWay, which is its own iterator"):
         first_batch(DataLoader(OneWay(), batch_size=2))
 
 
@@ -147,7 +148,7 @@ def test_a_dataset_that_is_its_own_iterator_is_refused():
     ],
 )
 def test_a_loader_without_a_batch_is_refused(loader):
-    with pytest.raises(ValueError, match="without a batch"):
+    with pytest.raises(ArgumentError, match="without a batch"):
         first_batch(loader)
 
 

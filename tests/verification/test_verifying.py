@@ -1,6 +1,7 @@
 import math
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autosac import calibrate, floor, plan, profile
+from autosac.errors import ArgumentError
 from autosac.storages import storage_bytes
 from autosac.verification.verifying import Verification, verify
 
@@ -178,6 +180,51 @@ def test_refuses_to_run_nothing(option, least):
     message = f"`{option}` must be a whole number of at least {least}, got {least - 1}"
     with pytest.raises(ValueError, match=message):
         check(Checkpointed(), **{option: least - 1})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *(("extra_bytes", value) for value in ("1MiB", -5)),
+        *(("seed", value) for value in ("a", 0.5)),
+        ("accumulate", 0),
+        ("clip_grad_norm", -1),
+    ],
+)
+def test_numbers_that_cannot_be_meant_are_refused(option, value):
+    with pytest.raises(ArgumentError, match=rf"^`{option}` must .*, got {value!r}"):
+        check(Checkpointed(), **{option: value})
+
+
+def test_a_model_that_is_handed_out_again_is_refused_and_left_alone():
+    model = make_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    for hand_out in (lambda: model, cache(make_model)):
+        with pytest.raises(ArgumentError, match="the same model each time: let it bui"):
+            verify(Checkpointed(), hand_out, make_inputs, make_optimizer=make_optimizer)
+
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    profile(model, make_inputs(), loss_fn=torch.sum)  # nothing is applied to it
+
+
+def test_a_model_whose_parts_hold_it_is_built_anew():
+    def cyclic():
+        model = make_model()
+        model[0].__dict__["parent"] = model
+        return model
+
+    assert verify(
+        Checkpointed(), cyclic, make_inputs, steps=1, timing_rounds=0
+    ).identical
+
+
+def test_makers_that_take_something_or_make_nothing_are_refused():
+    with pytest.raises(ArgumentError, match=r"`make_model` must .* returns None"):
+        verify(Checkpointed(), lambda: None, make_inputs)
+    with pytest.raises(ArgumentError, match=r"`make_inputs` must .* takes \(size\)"):
+        verify(Checkpointed(), make_model, lambda size: torch.randn(size, WIDTH))
 
 
 @pytest.mark.slow_but_first
