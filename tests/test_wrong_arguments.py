@@ -13,6 +13,7 @@ from autosac.pipelines.schedules import Schedule
 from autosac.planning.make_plan import read_offload
 from autosac.quantities import read_budgets
 from autosac.solving.solve_options import SolveOptions
+from autosac.step.arguments import read_fsdp_dtypes
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +69,7 @@ def test_an_optimizer_that_refuses_its_parameters_is_named(model, optimizer):
         *(("num_gpus", value) for value in (0, "8", 1.5, True, 9)),
         *(("degrees", value) for value in (3, [], ["2"], [2.0], [True], [3])),
         *(("mesh", value) for value in ("tp", [2])),
-        *(("param_dtype", value) for value in ("int8", torch.bfloat16)),
+        *(("param_dtype", value) for value in ("int8", "foo", torch.int8)),
         ("fsdp_units", 3),
         ("relative_gap", -1),
     ],
@@ -83,6 +84,28 @@ def test_a_parallel_plan_refuses_it(model, name, value):
 
     shown = value[0] if isinstance(value, list) and value else value
     assert str(shown) in str(error.value)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "torch.bfloat16", torch.bfloat16])
+def test_types_of_fsdp_are_read_as_those_of_autocast(model, dtype):
+    def gathered(types):
+        plan = autosac.plan_parallel(
+            model,
+            torch.ones(2, 4),
+            loss_fn=_mean,
+            cluster="hgx-h100",
+            num_gpus=2,
+            memory_budget="1GiB",
+            param_dtype=types[0],
+            reduce_dtype=types[1],
+        )
+        return plan.sharding.param_dtype, plan.sharding.reduce_dtype
+
+    assert gathered((dtype, torch.float32)) == ("bfloat16", "float32")
+    assert read_fsdp_dtypes(None, "fp32") == {
+        "param_dtype": None,
+        "reduce_dtype": "float32",
+    }
 
 
 @pytest.mark.parametrize(
