@@ -19,7 +19,7 @@ import torch
 
 from autosac.cli import config_batches
 from autosac.cli.usage import UsageError, usage
-from autosac.devices.specs import device_spec
+from autosac.devices.specs import device_spec, present_gpu
 from autosac.errors import AutosacError
 from autosac.planning.batch_kinds import are_several
 from autosac.profiles.given import calibrated_if_present
@@ -132,7 +132,7 @@ def asked(
     """
     if on not in ("cpu", "cuda", "meta"):
         raise UsageError(f"--on {on!r} must be cpu, cuda or meta.")
-    if device not in ("", "cuda"):
+    if device and not present_gpu(device):
         with usage():
             device_spec(device)  # complain before anything is built
     options: dict[str, Any] = {"accumulate": accumulate}

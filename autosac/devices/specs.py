@@ -33,6 +33,8 @@ _GPU_LAUNCH_MS = 0.002
 _CPU_LAUNCH_MS = 0.002
 # Of published steps of a single sample, as `_Reached` is; hosts differ by a half.
 _HOST_OP_MS = 0.028
+# Heuristic: what an unknown name has in common with a known one that it may mean.
+_LEAST_PART, _CLOSE = 3, 0.8
 # kMinBlockSize in c10/cuda/CUDAAllocatorConfig.h; HIP builds share the allocator.
 _GPU_GRANULARITY_BYTES = 512
 
@@ -297,21 +299,36 @@ def device_spec(name: str) -> DeviceSpec:
     """
     spec = KNOWN_DEVICES.get(name.lower()) if isinstance(name, str) else None
     if spec is None:
-        hint = _likely(str(name))
-        raise ArgumentError(
-            f"`device`={name!r} is not a known device{hint}; name one of"
-            f" {', '.join(KNOWN_DEVICES)}, or pass a `DeviceSpec`."
-        )
+        raise _unknown(name)
     return spec
+
+
+def present_gpu(name: str) -> re.Match[str] | None:
+    """Matches a name of the GPU that is here, "cuda" or "cuda:0"; its index, if any."""
+    return re.fullmatch(r"cuda(?::(\d+))?", name, re.IGNORECASE)
+
+
+def _unknown(device: object) -> ArgumentError:
+    if not isinstance(device, str):
+        return ArgumentError(
+            f"`device`={device!r} must be a name such as 'cpu', 'cuda' or 'h100', a"
+            " `torch.device` or a `DeviceSpec`."
+        )
+    return ArgumentError(
+        f"`device`={device!r} is not a known device{_likely(device)}; name one of"
+        f" {', '.join(KNOWN_DEVICES)}, or 'cuda' for the GPU that is here, or pass a"
+        " `DeviceSpec`."
+    )
 
 
 def _likely(name: str) -> str:
     """Hint at the device that an unknown name probably means, '' if there is none."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    parts = (
-        full_name for full_name in KNOWN_DEVICES if letters and letters in full_name
-    )
-    close = [*parts, *difflib.get_close_matches(letters, KNOWN_DEVICES, n=1)]
+    product = _of_product(name)
+    close = [] if product is None else [product.name]
+    if len(letters) >= _LEAST_PART:
+        close += [full_name for full_name in KNOWN_DEVICES if letters in full_name]
+    close += difflib.get_close_matches(letters, KNOWN_DEVICES, n=1, cutoff=_CLOSE)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -321,6 +338,16 @@ def device_of_product(product: str) -> DeviceSpec:
     Raises:
         ValueError: No such device is known.
     """
+    spec = _of_product(product)
+    if spec is None:
+        raise ValueError(
+            f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec`"
+            " as `device`."
+        )
+    return spec
+
+
+def _of_product(product: str) -> DeviceSpec | None:
     words = re.findall(r"[a-z0-9]+", product.lower())
     # GeForce cards are two words: "NVIDIA GeForce RTX 4090".
     words += [a + b for a, b in itertools.pairwise(words)]
@@ -330,7 +357,4 @@ def device_of_product(product: str) -> DeviceSpec:
     for name, spec in KNOWN_DEVICES.items():
         if spec.type == "cuda" and name in words:
             return spec
-    raise ValueError(
-        f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec` as"
-        " `device`."
-    )
+    return None

@@ -76,7 +76,7 @@ def profile(
     *,
     optimizer: Any = None,
     loss_fn: LossFn | None = None,
-    device: str | DeviceSpec | None = None,
+    device: str | torch.device | DeviceSpec | None = None,
     autocast: torch.dtype | str | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
@@ -99,9 +99,10 @@ def profile(
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or else
             the sum of all outputs that require gradients, with a warning unless these
             are single numbers.
-        device: ``"cpu"``, ``"cuda"``, a known GPU such as ``"h100"``, or a
-            `DeviceSpec`; None for the device of the model (the CPU if that is the meta
-            device). A GPU need not be present: see `autosac.lens.mode`.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:0"`` (the GPU that is here), also as a
+            `torch.device`; a known GPU such as ``"h100"``, or a `DeviceSpec`; None for
+            the device of the model (the CPU if that is the meta device). A GPU need not
+            be present: see `autosac.lens.mode`.
         autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``,
             or its name.
         accumulate: Micro-steps (forward, loss, backward) per optimizer step.
@@ -151,7 +152,7 @@ def read_step(
     *,
     optimizer: Any = None,
     loss_fn: LossFn | None = None,
-    device: str | DeviceSpec | None = None,
+    device: str | torch.device | DeviceSpec | None = None,
     autocast: torch.dtype | str | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,

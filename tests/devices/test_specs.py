@@ -91,3 +91,30 @@ def test_specs_do_not_change():
         spec.memory_bytes = 0
     with pytest.raises(TypeError):
         spec.peak_flops["float32"] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("A100-80GB", "a100"),
+        ("a100-sxm4-40gb", "a100-40gb"),
+        ("H100PCIE", "h100-pcie"),
+        ("4090", "rtx4090"),
+        ("h1000", "h100"),
+    ],
+)
+def test_an_unknown_name_suggests_a_near_one(name, meant):
+    with pytest.raises(ValueError, match=rf"\(did you mean '{meant}'\?\).* 'cuda' for"):
+        device_spec(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "tpu", "5", ""])
+def test_a_name_that_is_near_no_other_suggests_none(name):
+    with pytest.raises(ValueError, match="is not a known device; name one of cpu,"):
+        device_spec(name)
+
+
+@pytest.mark.parametrize("device", [5, None, ["h100"]])
+def test_a_device_is_a_name_or_a_spec(device):
+    with pytest.raises(ValueError, match=r"`device`=.* must be a name .* a `torch"):
+        device_spec(device)
