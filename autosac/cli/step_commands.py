@@ -210,6 +210,9 @@ def estimate(
             return {**facts, "fits": does_fit, "floor_bytes": least}
 
         shown = f"{plain_estimate}\n\n{cli.tables.floor_line(plain_estimate, least)}"
+        if fits:
+            line = cli.tables.fits_line(plain_estimate, least, fits, does_fit)
+            shown += f"\n{line}"
         show(as_json, record, shown)
         if fits and not does_fit:
             raise typer.Exit(code=EXIT_INFEASIBLE)

@@ -320,10 +320,18 @@ def test_an_estimate_is_a_table_or_json(figures):
 
 
 def test_an_estimate_that_does_not_fit_says_so_by_its_exit_code(figures):
-    _, peak = figures
+    lowest, peak = figures
     options = ("--optimizer", "adamw", "--fits")
 
-    assert run("estimate", MLP, *options, f"{peak}B").exit_code == 0
+    fitting = run("estimate", MLP, *options, f"{peak}B")
+    assert fitting.exit_code == 0
+    assert f"fits in --fits {peak}B as it is." in fitting.stdout
+    planned = run("estimate", MLP, *options, f"{lowest}B")
+    assert planned.exit_code == 3
+    assert "does not fit in --fits" in planned.stdout
+    assert "as it is; under a plan it does." in planned.stdout
+    hopeless = run("estimate", MLP, *options, "1KiB")
+    assert "as it is; nor under any plan." in hopeless.stdout
     small = run_json("estimate", MLP, *options, f"{peak - 1}B", code=3)
     assert small["fits"] is False
 
