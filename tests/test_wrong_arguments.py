@@ -148,6 +148,18 @@ def test_what_is_no_profile_has_no_floor(model):
         autosac.floor(model)
 
 
+@pytest.mark.parametrize(
+    "ask", [autosac.estimate, autosac.floor, lambda step: autosac.sweep(step, n=2)]
+)
+def test_in_place_of_a_plan_its_step_is_named(model, ask):
+    profile = autosac.profile(model, torch.ones(2, 4), loss_fn=_mean)
+    plan = autosac.plan(profile, memory_budget="1GiB")
+
+    with pytest.raises(ArgumentError, match=r"is a Plan, and .* pass `plan\.traced`"):
+        ask(plan)
+    assert ask(plan.traced)
+
+
 def test_numbers_that_are_meant_are_taken():
     assert SolveOptions(relative_gap=0, time_limit_s=float("inf")).relative_gap == 0
     assert cluster_spec("hgx-h100", num_gpus=16).num_nodes == 2

@@ -16,7 +16,7 @@ from autosac.advice.step_changes import (
 )
 from autosac.errors import ArgumentError, AutosacError, InfeasibleBudgetError
 from autosac.planning.make_plan import floor, make_plan, may_offload
-from autosac.profiles.given import profile_of
+from autosac.profiles.given import is_plan, profile_of
 from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
 from autosac.quantities import format_bytes, format_ms, parse_bytes
@@ -107,7 +107,7 @@ def advise(
     """
     if make_loss_fn is not None and not isinstance(model, Profile):
         options = {**options, "loss_fn": make_loss_fn(inputs)}
-    now = profile_of(model, inputs, options)
+    now = None if is_plan(model) else profile_of(model, inputs, options)
     if not isinstance(now, Profile):
         raise ArgumentError(
             "`advise` traces the model anew: pass the model, or the `Profile` that"

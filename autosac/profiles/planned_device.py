@@ -24,16 +24,23 @@ def spec_of(device: str | torch.device | DeviceSpec) -> DeviceSpec:
     """
     if isinstance(device, DeviceSpec):
         return device
-    name = str(device) if isinstance(device, torch.device) else device
+    name = _name_of(device) if isinstance(device, torch.device) else device
     gpu = present_gpu(name) if isinstance(name, str) else None
     if gpu is not None:
         return _present_gpu(name, gpu[1])
-    if isinstance(device, torch.device) and device.type == "cpu":
-        name = "cpu"  # PyTorch knows "cpu:0" as well
     spec = device_spec(name)
     if spec.name == "cpu":
         return replace(spec, memory_bytes=physical_bytes())
     return spec
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type not in ("cpu", "cuda"):
+        raise ArgumentError(
+            f"`device`={device!r} is none to plan for: pass one of type 'cpu' or"
+            " 'cuda', a name such as 'h100', or a `DeviceSpec`."
+        )
+    return str(device) if device.type == "cuda" else "cpu"  # not "cpu:0"
 
 
 def _present_gpu(name: str, index: str | None) -> DeviceSpec:
