@@ -39,6 +39,7 @@ def _mean(output):
         *(("time_limit_s", value) for value in (-1, "x", float("nan"))),
         ("dry_run", "x"),
         ("offload_dir", 3),
+        *(("allocator", value) for value in ({"max_split_size_mb": 64}, "x")),
     ],
 )
 def test_a_plan_refuses_it_however_ample_the_budget_is(model, name, value):

@@ -22,7 +22,7 @@ from typing import Literal
 from autosac.devices.links import DISK, Link, symmetric
 from autosac.devices.programs import CPU_PROGRAM, NO_PROGRAM, ProgramCosts
 from autosac.errors import ArgumentError
-from autosac.quantities import rounded_up
+from autosac.quantities import is_positive, is_whole, rounded_up, whole_number
 
 _GB = 10**9
 _TFLOPS = 1e12
@@ -35,6 +35,7 @@ _CPU_LAUNCH_MS = 0.002
 _HOST_OP_MS = 0.028
 # Heuristic: what an unknown name has in common with a known one that it may mean.
 _LEAST_PART, _CLOSE = 3, 0.8
+_DTYPE = re.compile(r"([bt]?float|u?int|complex)\d+\w*")
 # kMinBlockSize in c10/cuda/CUDAAllocatorConfig.h; HIP builds share the allocator.
 _GPU_GRANULARITY_BYTES = 512
 
@@ -115,6 +116,9 @@ class DeviceSpec:
         link: To far memory: of a GPU that of its host, of the CPU a file. None if it is
             not known; then nothing is offloaded.
         program: What units take of the program besides their ops: nothing of a GPU.
+
+    Raises:
+        ArgumentError: One of them cannot be meant.
     """
 
     name: str
@@ -133,6 +137,25 @@ class DeviceSpec:
     time_error: float | None = None
     link: Link | None = None
     program: ProgramCosts = NO_PROGRAM
+
+    def __post_init__(self) -> None:
+        _check_one_of("type", self.type, ("cpu", "cuda"))
+        _check_one_of("vendor", self.vendor, ("nvidia", "amd"))
+        for name in ("memory_bytes", "allocation_granularity_bytes"):
+            whole_number(getattr(self, name), name=name)
+        if not is_positive(self.bandwidth_bytes_per_s):
+            raise ArgumentError(
+                "`bandwidth_bytes_per_s` must be a number above 0, got"
+                f" {self.bandwidth_bytes_per_s!r}."
+            )
+        _check_by_dtype("peak_flops", self.peak_flops)
+        _check_by_dtype("matmul_efficiency", self.matmul_efficiency)
+        if "float32" not in self.peak_flops:
+            raise ArgumentError(
+                "`peak_flops` lacks 'float32', at whose rate types run that it does not"
+                f" name, got {dict(self.peak_flops)!r}."
+            )
+        _check_capability(self.compute_capability)
 
     @property
     def threads_per_multiprocessor(self) -> int | None:
@@ -161,6 +184,46 @@ class DeviceSpec:
     def allocated_bytes(self, num_bytes: int) -> int:
         """Size of the block that the allocator hands out for a request."""
         return rounded_up(num_bytes, self.allocation_granularity_bytes)
+
+
+def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentError(
+            f"`{name}`={value!r} must be {' or '.join(map(repr, choices))}."
+        )
+
+
+def _check_by_dtype(name: str, figures: object) -> None:
+    if not isinstance(figures, Mapping):
+        raise ArgumentError(
+            f"`{name}`={figures!r} must be a figure for each dtype, such as"
+            " {'float32': 67e12, 'bfloat16': 989.5e12}."
+        )
+    for dtype, figure in figures.items():
+        if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+            raise ArgumentError(
+                f"`{name}` has the key {dtype!r}: name dtypes as PyTorch does without"
+                " 'torch.', such as 'float32' or 'bfloat16', or 'tfloat32' and"
+                " 'float8'."
+            )
+        if not is_positive(figure):
+            raise ArgumentError(
+                f"`{name}` has {figure!r} for {dtype!r}, and it must be a number"
+                " above 0."
+            )
+
+
+def _check_capability(capability: object) -> None:
+    is_pair = (
+        isinstance(capability, tuple)
+        and len(capability) == 2
+        and all(map(is_whole, capability))
+    )
+    if capability is not None and not is_pair:
+        raise ArgumentError(
+            f"`compute_capability`={capability!r} must be a pair (major, minor) of"
+            " whole numbers, such as (9, 0), or None."
+        )
 
 
 def _gpu(

@@ -10,7 +10,7 @@ import torch
 
 from autosac.checkpointing.backend_flags import backend_flags
 from autosac.costs.sources import modelled_costs
-from autosac.devices.allocator_settings import AllocatorSettings
+from autosac.devices.allocator_settings import AllocatorSettings, check_allocator
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import UnsupportedError
@@ -198,6 +198,7 @@ def profile_of_step(
     allocator: AllocatorSettings | None = None,
 ) -> Profile:
     """Trace a step that `profile` has read; arguments are those of `profile`."""
+    check_allocator(allocator)
     tape = trace(step)
     if step.loss_fn is None:
         warn_of_summed_outputs(step.model, tape)
