@@ -114,7 +114,7 @@ def test_types_of_fsdp_are_read_as_those_of_autocast(model, dtype):
     [
         *(("num_ranks", value) for value in ("2", 1.5, True)),
         ("num_micro_batches", 1.5),
-        *(("schedules", value) for value in ("1F1B", None, 3)),
+        *(("schedules", value) for value in ("1F1B", None, 3, [])),
         ("mesh", "x"),
     ],
 )

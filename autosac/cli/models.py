@@ -23,9 +23,11 @@ from autosac.devices.specs import device_spec, present_gpu
 from autosac.errors import AutosacError
 from autosac.planning.batch_kinds import are_several
 from autosac.profiles.given import calibrated_if_present
+from autosac.profiles.mistakes import check_excluded
 from autosac.profiles.profile import Profile, profile
 from autosac.step import source_lines
 from autosac.step.arguments import optimizer_class, read_dtype
+from autosac.tracing.probing import marked_modules
 
 _KEYS = ("model", "inputs", "loss_fn", "optimizer")
 _TARGET = "target"  # of a loss of output and target, in dicts only
@@ -78,9 +80,18 @@ class Target:
         if isinstance(target, torch.Tensor) and target.is_meta:
             # Losses hold targets, which are never on the meta device.
             parts = {**parts, _TARGET: torch.zeros_like(target, device="cpu")}
+        self._check_names(parts["model"])
         if self.optimizer:
             parts = {**parts, "optimizer": optimizer_class(self.optimizer)}
         return parts
+
+    def _check_names(self, model: Any) -> None:
+        """Complain of typed names of modules that the model does not have."""
+        if not isinstance(model, torch.nn.Module):
+            return  # which `profile` says
+        with usage():
+            check_excluded(model, self.options.get("exclude", ()))
+            marked_modules(self.options.get("opaque", ()), model, name="opaque")
 
     def profile(self) -> Profile:
         """The step, traced."""

@@ -152,6 +152,15 @@ def check_options(
             f"`clip_grad_norm` must be positive, got {clip_grad_norm!r}: pass a number,"
             " or None."
         )
+    check_excluded(model, exclude)
+
+
+def check_excluded(model: torch.nn.Module, exclude: tuple[str, ...]) -> None:
+    """Refuse names of modules that the model does not have.
+
+    Raises:
+        ArgumentError: Says which.
+    """
     names = {name for name, _ in model.named_modules()}
     if isinstance(exclude, type) or not isinstance(exclude, Iterable):
         raise ArgumentError(
