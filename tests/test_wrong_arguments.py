@@ -132,6 +132,30 @@ def test_a_pipeline_refuses_it(model, name, value):
         )
 
 
+@pytest.mark.parametrize(
+    ("ask", "options"),
+    [
+        (autosac.min_gpus, {"memory_budget": "1GiB"}),
+        (autosac.sweep_parallel, {"memory_budgets": ["1GiB"], "num_gpus": [2]}),
+        (
+            autosac.plan_pipeline,
+            {"memory_budget": "1GiB", "mesh": {"pp": 2, "fsdp": 2}},
+        ),
+    ],
+)
+def test_every_plan_of_many_gpus_reads_short_names_of_types(model, ask, options):
+    if ask is autosac.plan_pipeline:
+        loss = {"loss_fn": nn.functional.mse_loss, "target": torch.ones(2, 4)}
+        options = {**options, **loss, "num_gpus": 4, "num_micro_batches": 2}
+    else:
+        options = {**options, "loss_fn": _mean}
+    common = {"cluster": "hgx-h100", "reduce_dtype": torch.float32, **options}
+
+    assert ask(model, torch.ones(2, 4), param_dtype="bf16", **common)
+    with pytest.raises(ArgumentError, match="`param_dtype`='bf17' is no type"):
+        ask(model, torch.ones(2, 4), param_dtype="bf17", **common)
+
+
 @pytest.mark.parametrize("budgets", [[], "1GiB", 3])
 def test_budgets_are_a_list(budgets):
     with pytest.raises(ArgumentError, match=r"`memory_budgets`=.* list"):
