@@ -26,7 +26,7 @@ def parse_bytes(
     Args:
         value: Bytes, or text: "24GiB" (2**30), "24GB" (10**9), "80%"; "24G" and "24Gi"
             are "24GiB", as on most command lines.
-        total_bytes: What a percentage is of.
+        total_bytes: What a percentage is of; None if none is meant.
         name: The argument's name, for the error message.
 
     Raises:
@@ -37,16 +37,16 @@ def parse_bytes(
     elif isinstance(value, Integral) and not isinstance(value, bool):
         num_bytes = int(value)
     else:
-        raise _unreadable(value, name)
+        raise _unreadable(value, name, total_bytes)
     if num_bytes < 1:
-        raise _unreadable(value, name)
+        raise _unreadable(value, name, total_bytes)
     return num_bytes
 
 
 def _parse_text(text: str, total_bytes: int | None, name: str) -> int:
     match = _TEXT.fullmatch(text)
     if match is None or (match[3] and not match[2]):  # "5iB"
-        raise _unreadable(text, name)
+        raise _unreadable(text, name, total_bytes)
     amount = Fraction(match[1])
     if not match[5]:
         unit = match[4] or match[2]
@@ -57,16 +57,19 @@ def _parse_text(text: str, total_bytes: int | None, name: str) -> int:
         raise ArgumentError(f"`{name}`={text!r} must be at most '100%'.")
     if total_bytes is None:
         raise ArgumentError(
-            f"`{name}`={text!r} needs a device whose memory is known;"
-            " give bytes or name the device."
+            f"`{name}`={text!r} is a share, and here it is of nothing that is known:"
+            " give bytes, or text such as '24GiB', '24GB' or '512MiB'."
         )
     return int(amount * total_bytes / 100)
 
 
-def _unreadable(value: object, name: str) -> ArgumentError:
+def _unreadable(value: object, name: str, total_bytes: int | None) -> ArgumentError:
+    examples = "'24GiB', '24GB' or '512MiB'"
+    if total_bytes is not None:
+        examples = "'24GiB', '24GB', '512MiB' or '80%'"
     return ArgumentError(
         f"`{name}`={value!r} must be a positive int of bytes or text such as"
-        " '24GiB', '24GB', '512MiB' or '80%'."
+        f" {examples}."
     )
 
 

@@ -52,8 +52,15 @@ def test_refuses_more_than_the_whole_device():
 
 
 def test_a_percentage_needs_a_known_total():
-    with pytest.raises(ValueError, match=r"`memory_budget`='80%' needs a device"):
+    with pytest.raises(ValueError, match=r"`memory_budget`='80%' is a share, and here"):
         parse_bytes("80%")
+
+
+def test_a_percentage_is_offered_only_where_it_can_be_meant():
+    with pytest.raises(ValueError, match=r"'512MiB' or '80%'\.$"):
+        parse_bytes("x", total_bytes=1000)
+    with pytest.raises(ValueError, match=r"'24GB' or '512MiB'\.$"):
+        parse_bytes("x")
 
 
 @pytest.mark.parametrize(

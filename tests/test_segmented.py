@@ -191,7 +191,9 @@ def test_a_curve_is_a_table_and_a_picture(profile):
 @pytest.mark.parametrize(
     ("fqn", "match"),
     [
-        ("nothing", "`nothing` has no trade-off curve"),
+        ("nothing", r"`fqn`='nothing' is no name in .* have a trade-off curve are `bl"),
+        ("", "The model itself has no trade-off curve: only modules inside it are AC"),
+        ("blocks", "`blocks` has no trade-off curve: it is never called in the step"),
         ("head", "`head` has no trade-off curve: .* Modules that have one are `bl"),
     ],
 )

@@ -15,6 +15,7 @@ from autosac.pipelines.schedules import Schedule
 from autosac.planning.make_plan import read_offload
 from autosac.quantities import read_budgets
 from autosac.solving.solve_options import SolveOptions
+from autosac.step.arguments import read_fsdp_dtypes
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +41,7 @@ def _mean(output):
         *(("time_limit_s", value) for value in (-1, "x", float("nan"))),
         ("dry_run", "x"),
         ("offload_dir", 3),
+        *(("allocator", value) for value in ({"max_split_size_mb": 64}, "x")),
     ],
 )
 def test_a_plan_refuses_it_however_ample_the_budget_is(model, name, value):
@@ -70,7 +72,7 @@ def test_an_optimizer_that_refuses_its_parameters_is_named(model, optimizer):
         *(("num_gpus", value) for value in (0, "8", 1.5, True, 9)),
         *(("degrees", value) for value in (3, [], ["2"], [2.0], [True], [3])),
         *(("mesh", value) for value in ("tp", [2])),
-        *(("param_dtype", value) for value in ("int8", torch.bfloat16)),
+        *(("param_dtype", value) for value in ("int8", "foo", torch.int8)),
         ("fsdp_units", 3),
         ("relative_gap", -1),
     ],
@@ -105,12 +107,34 @@ def test_keys_of_inputs_are_names(model, inputs):
         autosac.estimate(model, inputs)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "torch.bfloat16", torch.bfloat16])
+def test_types_of_fsdp_are_read_as_those_of_autocast(model, dtype):
+    def gathered(types):
+        plan = autosac.plan_parallel(
+            model,
+            torch.ones(2, 4),
+            loss_fn=_mean,
+            cluster="hgx-h100",
+            num_gpus=2,
+            memory_budget="1GiB",
+            param_dtype=types[0],
+            reduce_dtype=types[1],
+        )
+        return plan.sharding.param_dtype, plan.sharding.reduce_dtype
+
+    assert gathered((dtype, torch.float32)) == ("bfloat16", "float32")
+    assert read_fsdp_dtypes(None, "fp32") == {
+        "param_dtype": None,
+        "reduce_dtype": "float32",
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
         *(("num_ranks", value) for value in ("2", 1.5, True)),
         ("num_micro_batches", 1.5),
-        *(("schedules", value) for value in ("1F1B", None, 3)),
+        *(("schedules", value) for value in ("1F1B", None, 3, [])),
         ("mesh", "x"),
     ],
 )
@@ -128,6 +152,30 @@ def test_a_pipeline_refuses_it(model, name, value):
         )
 
 
+@pytest.mark.parametrize(
+    ("ask", "options"),
+    [
+        (autosac.min_gpus, {"memory_budget": "1GiB"}),
+        (autosac.sweep_parallel, {"memory_budgets": ["1GiB"], "num_gpus": [2]}),
+        (
+            autosac.plan_pipeline,
+            {"memory_budget": "1GiB", "mesh": {"pp": 2, "fsdp": 2}},
+        ),
+    ],
+)
+def test_every_plan_of_many_gpus_reads_short_names_of_types(model, ask, options):
+    if ask is autosac.plan_pipeline:
+        loss = {"loss_fn": nn.functional.mse_loss, "target": torch.ones(2, 4)}
+        options = {**options, **loss, "num_gpus": 4, "num_micro_batches": 2}
+    else:
+        options = {**options, "loss_fn": _mean}
+    common = {"cluster": "hgx-h100", "reduce_dtype": torch.float32, **options}
+
+    assert ask(model, torch.ones(2, 4), param_dtype="bf16", **common)
+    with pytest.raises(ArgumentError, match="`param_dtype`='bf17' is no type"):
+        ask(model, torch.ones(2, 4), param_dtype="bf17", **common)
+
+
 @pytest.mark.parametrize("budgets", [[], "1GiB", 3])
 def test_budgets_are_a_list(budgets):
     with pytest.raises(ArgumentError, match=r"`memory_budgets`=.* list"):
@@ -143,6 +191,18 @@ def test_so_many_budgets_are_a_whole_number_of_two_or_more(n):
 def test_what_is_no_profile_has_no_floor(model):
     with pytest.raises(ArgumentError, match=r"`profile` must be what.*Sequential"):
         autosac.floor(model)
+
+
+@pytest.mark.parametrize(
+    "ask", [autosac.estimate, autosac.floor, lambda step: autosac.sweep(step, n=2)]
+)
+def test_in_place_of_a_plan_its_step_is_named(model, ask):
+    profile = autosac.profile(model, torch.ones(2, 4), loss_fn=_mean)
+    plan = autosac.plan(profile, memory_budget="1GiB")
+
+    with pytest.raises(ArgumentError, match=r"is a Plan, and .* pass `plan\.traced`"):
+        ask(plan)
+    assert ask(plan.traced)
 
 
 def test_numbers_that_are_meant_are_taken():

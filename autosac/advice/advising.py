@@ -21,6 +21,7 @@ from autosac.planning.make_plan import floor, make_plan, may_offload
 from autosac.profiles.given import (
     check_make_loss_fn,
     check_names,
+    is_plan,
     profile_of,
     with_loss,
 )
@@ -121,7 +122,7 @@ def advise(
         inputs = first_batch(inputs)
     if not isinstance(model, TracedStep):  # its own loss is known
         options = with_loss(model, inputs, options, make_loss_fn)
-    now = profile_of(model, inputs, options)
+    now = None if is_plan(model) else profile_of(model, inputs, options)
     if not isinstance(now, Profile):
         raise ArgumentError(
             "`advise` traces the model anew: pass the model, or the `Profile` that"

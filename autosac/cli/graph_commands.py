@@ -11,7 +11,7 @@ import autosac
 from autosac import cli
 from autosac.cli.app import EPILOG, Budget, Json, Model, Options, app, exit_codes, show
 from autosac.cli.step_options import HostBudget, Offload, takes_step
-from autosac.cli.usage import usage
+from autosac.cli.usage import check_needed, usage
 
 _PANEL = "Graphs"
 
@@ -44,6 +44,7 @@ def compile_model(
 ) -> None:
     """Compile forward and loss under a budget, run them once, and show the plan."""
     with exit_codes(as_json):
+        check_needed("--host-budget", host_budget, "--offload", offload)
         parts = cli.models.asked(model, **options).parts()
         with usage():
             plan = cli.compiled.plan_of(

@@ -19,13 +19,14 @@ import torch
 
 from autosac.cli import config_batches
 from autosac.cli.usage import UsageError, usage
-from autosac.devices.specs import device_spec
+from autosac.devices.specs import device_spec, present_gpu
 from autosac.errors import AutosacError
 from autosac.planning.batch_kinds import are_several
 from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.step import source_lines
 from autosac.step.arguments import optimizer_class, read_dtype
+from autosac.tracing.probing import marked_modules
 
 _KEYS = ("model", "inputs", "loss_fn", "optimizer")
 _TARGET = "target"  # of a loss of output and target, in dicts only
@@ -78,9 +79,19 @@ class Target:
         if isinstance(target, torch.Tensor) and target.is_meta:
             # Losses hold targets, which are never on the meta device.
             parts = {**parts, _TARGET: torch.zeros_like(target, device="cpu")}
+        self._check_names(parts["model"])
         if self.optimizer:
             parts = {**parts, "optimizer": optimizer_class(self.optimizer)}
         return parts
+
+    def _check_names(self, model: Any) -> None:
+        """Complain of typed names of modules that the model does not have."""
+        if not isinstance(model, torch.nn.Module):
+            return  # which `profile` says
+        with usage():
+            for name, inside in (("exclude", False), ("opaque", True)):
+                marks = self.options.get(name, ())
+                marked_modules(marks, model, name=name, inside=inside)
 
     def profile(self) -> Profile:
         """The step, traced."""
@@ -132,7 +143,7 @@ def asked(
     """
     if on not in ("cpu", "cuda", "meta"):
         raise UsageError(f"--on {on!r} must be cpu, cuda or meta.")
-    if device not in ("", "cuda"):
+    if device and not present_gpu(device):
         with usage():
             device_spec(device)  # complain before anything is built
     options: dict[str, Any] = {"accumulate": accumulate}

@@ -40,7 +40,7 @@ from autosac.cli.step_options import (
     takes_step,
     takes_units,
 )
-from autosac.cli.usage import UsageError, check_folders, usage
+from autosac.cli.usage import UsageError, check_folders, check_needed, usage
 
 if TYPE_CHECKING:
     from autosac.parallel.plans import ParallelPlan
@@ -118,6 +118,7 @@ def parallel(
     """Plan FSDP2, tensor parallelism, stages and recomputation of many GPUs."""
     with exit_codes(as_json):
         check_folders(out)
+        check_needed("--host-budget", host_budget, "--offload", offload)
         step = cli.models.asked(model, **options)
         typed: dict[str, Any] = {
             "cluster": cluster, "num_gpus": gpus, "memory_budget": budget,

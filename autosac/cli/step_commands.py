@@ -34,8 +34,9 @@ from autosac.cli.step_options import (
     takes_step,
     takes_units,
 )
-from autosac.cli.usage import OPTIONS, UsageError, check_folders, usage
+from autosac.cli.usage import OPTIONS, UsageError, check_folders, check_needed, usage
 from autosac.devices.specs import KNOWN_DEVICES
+from autosac.pictures.pictures import check_suffix
 
 if TYPE_CHECKING:
     from autosac.results.sweeps import Sweep
@@ -83,6 +84,8 @@ def plan(
     how: Options = {"relative_gap": gap, "offload": offload, "host_budget": host_budget}
     with exit_codes(as_json):
         check_folders(out, html)
+        check_needed("--interactive", interactive, "--html", html)
+        check_needed("--host-budget", host_budget, "--offload", offload)
         step = cli.models.asked(model, **options)
         parts = step.parts()
         if step.has_several(parts):
@@ -91,7 +94,10 @@ def plan(
         else:
             traced = step.calibrated(parts)
             budget_bytes = budget_bytes_of(budget, traced.device.memory_bytes)
-            cheapest = autosac.plan(traced, memory_budget=budget_bytes, **given, **how)
+            with usage():  # names of AC units, and the budget of the host
+                cheapest = autosac.plan(
+                    traced, memory_budget=budget_bytes, **given, **how
+                )
         if out is not None:
             cheapest.save(out)
         if html is not None:
@@ -141,6 +147,9 @@ def sweep(
     """Plan for many budgets, and a grid of steps: what a byte costs in time."""
     with exit_codes(as_json):
         check_folders(out, csv, parquet)
+        if out is not None:
+            with usage():
+                check_suffix(out)
         if grid:
             step = cli.grids.GridStep(model=model, options=options)
             cells = cli.grids.swept(
@@ -155,9 +164,10 @@ def sweep(
         wanted = [
             budget_bytes_of(text, traced.device.memory_bytes) for text in budgets or ()
         ]
-        rows = autosac.sweep(
-            traced, memory_budgets=wanted or None, n=None if wanted else n, **given
-        )
+        with usage():  # names of AC units
+            rows = autosac.sweep(
+                traced, memory_budgets=wanted or None, n=None if wanted else n, **given
+            )
         _show_sweep(rows, out, csv, parquet, as_json)
 
 
@@ -210,6 +220,9 @@ def estimate(
             return {**facts, "fits": does_fit, "floor_bytes": least}
 
         shown = f"{plain_estimate}\n\n{cli.tables.floor_line(plain_estimate, least)}"
+        if fits:
+            line = cli.tables.fits_line(plain_estimate, least, fits, does_fit)
+            shown += f"\n{line}"
         show(as_json, record, shown)
         if fits and not does_fit:
             raise typer.Exit(code=EXIT_INFEASIBLE)
@@ -251,7 +264,12 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Say what another tool's own settings can do under a budget, and their peak."""
+    # Imports torch, which `--help` goes without.
+    from autosac.planning.exporting import check_target
+
     with exit_codes(as_json):
+        with usage():
+            check_target(to)
         traced = cli.models.asked(model, **options).calibrated()
         budget_bytes = budget_bytes_of(budget, traced.device.memory_bytes)
         best = autosac.plan(traced, memory_budget=budget_bytes).export(to, traced)
@@ -316,6 +334,7 @@ def report(
     """Explain a plan: why each module is recomputed, what more memory buys."""
     with exit_codes(as_json=False):
         check_folders(html)
+        check_needed("--interactive", interactive, "--html", html)
         loaded = autosac.Plan.load(plan_file)
         traced = None
         if model:

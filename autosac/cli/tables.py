@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.table import Table
@@ -162,6 +162,15 @@ def floor_line(estimate: Estimate, floor_bytes: int) -> str:
         f"With recomputation the step fits into {format_bytes(floor_bytes)}"
         f" ({share:.0%} of that): see `autosac plan`."
     )
+
+
+def fits_line(estimate: Estimate, floor_bytes: int, typed: str, does_fit: bool) -> str:
+    """Whether a step fits what was typed as --fits; else whether a plan can."""
+    if does_fit:
+        return f"The step fits in --fits {typed} as it is."
+    planned = replace(estimate, peak_bytes=floor_bytes)
+    with_plan = "under a plan it does" if planned.fits(typed) else "nor under any plan"
+    return f"The step does not fit in --fits {typed} as it is; {with_plan}."
 
 
 def _table(title: str, *heads: str) -> Table:

@@ -23,6 +23,12 @@ def usage() -> Iterator[None]:
         raise UsageError(str(error)) from error
 
 
+def check_needed(option: str, is_given: object, needed: str, is_there: object) -> None:
+    """Complain of an option that has no effect without another one."""
+    if is_given and not is_there:
+        raise UsageError(f"{option} needs {needed}: add that, or leave {option} out.")
+
+
 def check_folders(*paths: Path | None) -> None:
     """Complain of files that cannot be written before any work is done."""
     for path in paths:

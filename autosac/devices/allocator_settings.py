@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from autosac.errors import ArgumentError
+from autosac.quantities import is_positive, whole_number
 
 Cap = Literal["allocated", "reserved"]
 
@@ -42,6 +43,14 @@ class AllocatorSettings:
 
     def __post_init__(self) -> None:
         most, threshold = self.max_split_size_mb, self.garbage_collection_threshold
+        for name in ("expandable_segments", "state_is_loaded"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(
+                    f"`{name}`={getattr(self, name)!r} must be True or False."
+                )
+        for name in ("max_split_size_mb", "memory_limit_bytes"):
+            if getattr(self, name) is not None:
+                whole_number(getattr(self, name), name=name)
         if most is not None and most <= _LEAST_SPLIT_MB:
             raise ArgumentError(
                 f"`max_split_size_mb`={most} is refused by PyTorch: it must be above"
@@ -49,16 +58,29 @@ class AllocatorSettings:
             )
         if threshold is None:
             return
-        if not 0.0 < threshold < 1.0:
+        if not is_positive(threshold) or threshold >= 1.0:
             raise ArgumentError(
-                f"`garbage_collection_threshold`={threshold} is refused by PyTorch: it"
-                " must be above 0 and below 1."
+                f"`garbage_collection_threshold`={threshold!r} is refused by PyTorch:"
+                " it must be above 0 and below 1."
             )
         if self.memory_limit_bytes is None:
             raise ArgumentError(
                 f"`garbage_collection_threshold`={threshold} has no effect without"
                 " `memory_limit_bytes`, what `set_per_process_memory_fraction` allows."
             )
+
+
+def check_allocator(allocator: object) -> None:
+    """Refuse what does not say how a program uses the allocator.
+
+    Raises:
+        ArgumentError: It is neither settings nor None.
+    """
+    if not isinstance(allocator, AllocatorSettings | None):
+        raise ArgumentError(
+            f"`allocator`={allocator!r} must be an `AllocatorSettings`, such as"
+            " autosac.AllocatorSettings(expandable_segments=True)."
+        )
 
 
 def check_cap(cap: str) -> None:

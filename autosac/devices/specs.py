@@ -22,7 +22,7 @@ from typing import Literal
 from autosac.devices.links import DISK, Link, symmetric
 from autosac.devices.programs import CPU_PROGRAM, NO_PROGRAM, ProgramCosts
 from autosac.errors import ArgumentError
-from autosac.quantities import rounded_up
+from autosac.quantities import is_positive, is_whole, rounded_up, whole_number
 
 _GB = 10**9
 _TFLOPS = 1e12
@@ -33,6 +33,9 @@ _GPU_LAUNCH_MS = 0.002
 _CPU_LAUNCH_MS = 0.002
 # Of published steps of a single sample, as `_Reached` is; hosts differ by a half.
 _HOST_OP_MS = 0.028
+# Heuristic: what an unknown name has in common with a known one that it may mean.
+_LEAST_PART, _CLOSE = 3, 0.8
+_DTYPE = re.compile(r"([bt]?float|u?int|complex)\d+\w*")
 # kMinBlockSize in c10/cuda/CUDAAllocatorConfig.h; HIP builds share the allocator.
 _GPU_GRANULARITY_BYTES = 512
 
@@ -113,6 +116,9 @@ class DeviceSpec:
         link: To far memory: of a GPU that of its host, of the CPU a file. None if it is
             not known; then nothing is offloaded.
         program: What units take of the program besides their ops: nothing of a GPU.
+
+    Raises:
+        ArgumentError: One of them cannot be meant.
     """
 
     name: str
@@ -131,6 +137,25 @@ class DeviceSpec:
     time_error: float | None = None
     link: Link | None = None
     program: ProgramCosts = NO_PROGRAM
+
+    def __post_init__(self) -> None:
+        _check_one_of("type", self.type, ("cpu", "cuda"))
+        _check_one_of("vendor", self.vendor, ("nvidia", "amd"))
+        for name in ("memory_bytes", "allocation_granularity_bytes"):
+            whole_number(getattr(self, name), name=name)
+        if not is_positive(self.bandwidth_bytes_per_s):
+            raise ArgumentError(
+                "`bandwidth_bytes_per_s` must be a number above 0, got"
+                f" {self.bandwidth_bytes_per_s!r}."
+            )
+        _check_by_dtype("peak_flops", self.peak_flops)
+        _check_by_dtype("matmul_efficiency", self.matmul_efficiency)
+        if "float32" not in self.peak_flops:
+            raise ArgumentError(
+                "`peak_flops` lacks 'float32', at whose rate types run that it does not"
+                f" name, got {dict(self.peak_flops)!r}."
+            )
+        _check_capability(self.compute_capability)
 
     @property
     def threads_per_multiprocessor(self) -> int | None:
@@ -159,6 +184,46 @@ class DeviceSpec:
     def allocated_bytes(self, num_bytes: int) -> int:
         """Size of the block that the allocator hands out for a request."""
         return rounded_up(num_bytes, self.allocation_granularity_bytes)
+
+
+def _check_one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ArgumentError(
+            f"`{name}`={value!r} must be {' or '.join(map(repr, choices))}."
+        )
+
+
+def _check_by_dtype(name: str, figures: object) -> None:
+    if not isinstance(figures, Mapping):
+        raise ArgumentError(
+            f"`{name}`={figures!r} must be a figure for each dtype, such as"
+            " {'float32': 67e12, 'bfloat16': 989.5e12}."
+        )
+    for dtype, figure in figures.items():
+        if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
+            raise ArgumentError(
+                f"`{name}` has the key {dtype!r}: name dtypes as PyTorch does without"
+                " 'torch.', such as 'float32' or 'bfloat16', or 'tfloat32' and"
+                " 'float8'."
+            )
+        if not is_positive(figure):
+            raise ArgumentError(
+                f"`{name}` has {figure!r} for {dtype!r}, and it must be a number"
+                " above 0."
+            )
+
+
+def _check_capability(capability: object) -> None:
+    is_pair = (
+        isinstance(capability, tuple)
+        and len(capability) == 2
+        and all(map(is_whole, capability))
+    )
+    if capability is not None and not is_pair:
+        raise ArgumentError(
+            f"`compute_capability`={capability!r} must be a pair (major, minor) of"
+            " whole numbers, such as (9, 0), or None."
+        )
 
 
 def _gpu(
@@ -297,21 +362,36 @@ def device_spec(name: str) -> DeviceSpec:
     """
     spec = KNOWN_DEVICES.get(name.lower()) if isinstance(name, str) else None
     if spec is None:
-        hint = _likely(str(name))
-        raise ArgumentError(
-            f"`device`={name!r} is not a known device{hint}; name one of"
-            f" {', '.join(KNOWN_DEVICES)}, or pass a `DeviceSpec`."
-        )
+        raise _unknown(name)
     return spec
+
+
+def present_gpu(name: str) -> re.Match[str] | None:
+    """Matches a name of the GPU that is here, "cuda" or "cuda:0"; its index, if any."""
+    return re.fullmatch(r"cuda(?::(\d+))?", name, re.IGNORECASE)
+
+
+def _unknown(device: object) -> ArgumentError:
+    if not isinstance(device, str):
+        return ArgumentError(
+            f"`device`={device!r} must be a name such as 'cpu', 'cuda' or 'h100', a"
+            " `torch.device` or a `DeviceSpec`."
+        )
+    return ArgumentError(
+        f"`device`={device!r} is not a known device{_likely(device)}; name one of"
+        f" {', '.join(KNOWN_DEVICES)}, or 'cuda' for the GPU that is here, or pass a"
+        " `DeviceSpec`."
+    )
 
 
 def _likely(name: str) -> str:
     """Hint at the device that an unknown name probably means, '' if there is none."""
     letters = re.sub(r"[^a-z0-9]", "", name.lower())
-    parts = (
-        full_name for full_name in KNOWN_DEVICES if letters and letters in full_name
-    )
-    close = [*parts, *difflib.get_close_matches(letters, KNOWN_DEVICES, n=1)]
+    product = _of_product(name)
+    close = [] if product is None else [product.name]
+    if len(letters) >= _LEAST_PART:
+        close += [full_name for full_name in KNOWN_DEVICES if letters in full_name]
+    close += difflib.get_close_matches(letters, KNOWN_DEVICES, n=1, cutoff=_CLOSE)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
@@ -321,6 +401,16 @@ def device_of_product(product: str) -> DeviceSpec:
     Raises:
         ValueError: No such device is known.
     """
+    spec = _of_product(product)
+    if spec is None:
+        raise ValueError(
+            f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec`"
+            " as `device`."
+        )
+    return spec
+
+
+def _of_product(product: str) -> DeviceSpec | None:
     words = re.findall(r"[a-z0-9]+", product.lower())
     # GeForce cards are two words: "NVIDIA GeForce RTX 4090".
     words += [a + b for a, b in itertools.pairwise(words)]
@@ -330,7 +420,4 @@ def device_of_product(product: str) -> DeviceSpec:
     for name, spec in KNOWN_DEVICES.items():
         if spec.type == "cuda" and name in words:
             return spec
-    raise ValueError(
-        f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec` as"
-        " `device`."
-    )
+    return None

@@ -33,6 +33,7 @@ from autosac.profiles.restricting import check_far_memory
 from autosac.quantities import parse_bytes
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
+from autosac.step.arguments import read_fsdp_dtypes
 from autosac.step.marks import Marks
 
 
@@ -50,8 +51,8 @@ def plan_parallel(
     cp_method: Method = "ulysses",
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
     segments: int | None = None,
     backend: Backend = "highs",
     relative_gap: float = RELATIVE_GAP,
@@ -96,8 +97,9 @@ def plan_parallel(
         fsdp_units: The modules that are FSDP units besides the model itself, likewise;
             None to choose the best. Which of them reshard is chosen in any case.
         param_dtype: Type in which parameters are gathered and used, such as
-            "bfloat16"; None for their own.
-        reduce_dtype: Type in which gradients are reduced; given with `param_dtype`.
+            ``torch.bfloat16``, "bfloat16" or "bf16"; None for their own.
+        reduce_dtype: Type in which gradients are reduced, likewise; given with
+            `param_dtype`.
         segments: None to choose among many exact points of every trade-off curve; a
             number to choose among the breakpoints of fits of up to so many linear
             segments (pwlf), which are points as well. Each number up to it is planned
@@ -133,7 +135,7 @@ def plan_parallel(
     how = SolveOptions(
         backend=backend, relative_gap=relative_gap, time_limit_s=time_limit_s
     )
-    setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    setting = Setting(**read_fsdp_dtypes(param_dtype, reduce_dtype))
     directory = read_offload(offload, offload_dir)
     host_bytes = None
     if host_budget is not None:

@@ -110,10 +110,10 @@ class Sharding:
                 f"`param_dtype`={given[0]!r} and `reduce_dtype`={given[1]!r}: give both"
                 " or none, as versions of PyTorch differ in what one alone means."
             )
-        for dtype in given:
+        for name, dtype in zip(("param_dtype", "reduce_dtype"), given, strict=True):
             if dtype is not None and dtype not in _ITEMSIZES:
                 raise ArgumentError(
-                    f"{dtype!r} is no type to gather or reduce in; use one of"
+                    f"`{name}`={dtype!r} is no type to gather or reduce in; use one of"
                     f" {', '.join(_ITEMSIZES)}."
                 )
         if given[0] and _ITEMSIZES[str(given[1])] < _ITEMSIZES[given[0]]:

@@ -25,6 +25,7 @@ from autosac.quantities import parse_bytes, read_budgets
 from autosac.results.rows import Row, figures_of, reason_of
 from autosac.results.sweeps import Sweep
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions
+from autosac.step.arguments import read_fsdp_dtypes
 from autosac.step.marks import Marks
 
 
@@ -35,8 +36,8 @@ def sweep_parallel(
     cluster: str | ClusterSpec,
     num_gpus: Sequence[int],
     memory_budgets: Sequence[int | str],
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
     relative_gap: float = RELATIVE_GAP,
@@ -54,8 +55,9 @@ def sweep_parallel(
         cluster: Says what nodes are like.
         num_gpus: Numbers of GPUs to plan for.
         memory_budgets: Caps on the peak of a rank.
-        param_dtype: Type in which parameters are gathered.
-        reduce_dtype: Type in which gradients are reduced.
+        param_dtype: Type in which parameters are gathered, such as ``torch.bfloat16``
+            or ``"bf16"``.
+        reduce_dtype: Type in which gradients are reduced, likewise.
         ac_units: The only modules that may be AC units, as in `plan_parallel`.
         fsdp_units: The FSDP units besides the model itself, likewise.
         relative_gap: Of each solve.
@@ -82,7 +84,7 @@ def sweep_parallel(
     caps = read_budgets(memory_budgets, None) or ()
     budgets = [parse_bytes(cap, total_bytes=memory_bytes) for cap in caps]
     profile = profile_for(any_size, model, inputs, options, sweep_parallel)
-    setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    setting = Setting(**read_fsdp_dtypes(param_dtype, reduce_dtype))
     chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))
     how = SolveOptions(relative_gap=relative_gap, time_limit_s=time_limit_s)
     rows: list[Row] = []

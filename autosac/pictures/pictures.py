@@ -12,6 +12,16 @@ from autosac.optional import needed
 from autosac.pictures.panels import Grid, Panel
 
 
+def check_suffix(path: str | Path) -> None:
+    """Refuse a file that no picture is written as.
+
+    Raises:
+        ValueError: Its suffix is none of those of pictures.
+    """
+    if Path(path).suffix.lower() not in (".png", ".svg", ".pdf", ".html"):
+        raise ValueError(f"`path`={str(path)!r} must end in .png, .svg, .pdf or .html.")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Picture:
     """Panels under one title.
@@ -108,17 +118,14 @@ class Picture:
             ImportError: What draws it is not installed.
         """
         named = new_file(path)
+        check_suffix(path)
         suffix = named.suffix.lower()
         if suffix == ".html":
             self.plotly().write_html(named, include_plotlyjs=True)
         elif suffix == ".svg":
             named.write_text(self.svg(), encoding="utf-8")
-        elif suffix in (".png", ".pdf"):
-            self.matplotlib().savefig(named, dpi=120)
         else:
-            raise ValueError(
-                f"`path`={str(path)!r} must end in .png, .svg, .pdf or .html."
-            )
+            self.matplotlib().savefig(named, dpi=120)
 
     def __repr__(self) -> str:
         return f"Picture(title={self.title!r}, {len(self.panels)} panels)"

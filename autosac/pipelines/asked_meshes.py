@@ -100,6 +100,11 @@ class AskedMesh:
                 f"`schedules` must be a list of names, such as ['1F1B'], got"
                 f" {self.schedules!r}."
             )
+        if not self.schedules:
+            raise ArgumentError(
+                f"`schedules`={self.schedules!r} names none to plan with; use some of"
+                f" {', '.join(SCHEDULES)}."
+            )
         check_solving("highs", self.relative_gap)
         for name in self.schedules:
             if name not in SCHEDULES:

@@ -26,6 +26,7 @@ from autosac.pipelines.planning import given_batch
 from autosac.profiles.given import check_names
 from autosac.profiles.profile import Profile
 from autosac.quantities import parse_bytes, whole_number
+from autosac.step.arguments import read_fsdp_dtypes
 from autosac.step.marks import Marks
 
 
@@ -37,8 +38,8 @@ def min_gpus(
     memory_budget: int | str,
     most_gpus: int = 65_536,
     mesh: Mapping[str, int | None] | None = None,
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
     ac_units: Marks | None = None,
     fsdp_units: Marks | None = None,
     **options: Any,
@@ -58,8 +59,9 @@ def min_gpus(
         mesh: Meshes with stages that come into question, such as ``{"pp": None,
             "fsdp": None, "tp": None}``; `target`, `loss_fn` and `global_batch` of
             `plan_pipeline` are needed then, and its other arguments taken.
-        param_dtype: Type in which parameters are gathered.
-        reduce_dtype: Type in which gradients are reduced.
+        param_dtype: Type in which parameters are gathered, such as ``torch.bfloat16``
+            or ``"bf16"``.
+        reduce_dtype: Type in which gradients are reduced, likewise.
         ac_units: The only modules that may be AC units.
         fsdp_units: The FSDP units besides the model itself.
         options: As in `profile`, but `device`.
@@ -92,15 +94,14 @@ def min_gpus(
         asked = AskedMesh(
             mesh=mesh,
             memory_budget=memory_budget,
-            param_dtype=param_dtype,
-            reduce_dtype=reduce_dtype,
+            **read_fsdp_dtypes(param_dtype, reduce_dtype),
             **{name: options.pop(name) for name in names},
         )
         most = _at_most(spec, most_gpus)
         given = given_batch(model, inputs, target, loss_fn, most, options)
         return _fewest(asked.search(given))
     profile = profile_for(spec, model, inputs, options, min_gpus)
-    setting = Setting(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    setting = Setting(**read_fsdp_dtypes(param_dtype, reduce_dtype))
     chooser = chooser_of(*with_given_units(profile, setting, ac_units, fsdp_units))
     budget_bytes = parse_bytes(memory_budget, total_bytes=spec.device.memory_bytes)
     return fewest_gpus(chooser, spec, budget_bytes, most_gpus=most_gpus)

@@ -29,6 +29,7 @@ from autosac.planning.make_plan import Offload, read_offload
 from autosac.profiles.given import check_names
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
+from autosac.step.arguments import read_fsdp_dtypes
 
 _NOT_IN_PIPELINES = (
     *("accumulate", "autocast", "clip_grad_norm"),
@@ -54,8 +55,8 @@ def plan_pipeline(
     tp_plan: TpPlan = None,
     loss_parallel: bool = False,
     cp_method: Method = METHODS[0],
-    param_dtype: str | None = None,
-    reduce_dtype: str | None = None,
+    param_dtype: torch.dtype | str | None = None,
+    reduce_dtype: torch.dtype | str | None = None,
     relative_gap: float = RELATIVE_GAP,
     offload: Offload = False,
     host_budget: int | str | None = None,
@@ -99,6 +100,7 @@ def plan_pipeline(
         loss_parallel: Logits stay divided, likewise.
         cp_method: How attention sees the whole sequence, likewise.
         param_dtype: Type that FSDP2 gathers parameters in, such as ``"bfloat16"``,
+            ``"bf16"`` or ``torch.bfloat16``,
         reduce_dtype: and in which gradients add up and are reduced; both or none.
         relative_gap: A solve stops when it is proven this close to the least; where
             estimates guide the search, other cuts must be faster by more.
@@ -142,8 +144,7 @@ def plan_pipeline(
         tp_plan=tp_plan,
         loss_parallel=loss_parallel,
         cp_method=cp_method,
-        param_dtype=param_dtype,
-        reduce_dtype=reduce_dtype,
+        **read_fsdp_dtypes(param_dtype, reduce_dtype),
         relative_gap=relative_gap,
     )
     refusal = asked.refuses_offload() if offload else None

@@ -133,8 +133,13 @@ def _num_reruns(tape: Tape) -> int:
     return number
 
 
-def _families(target: str, profile: Profile) -> list[Family]:
-    """What the tool can be set to for a model."""
+def check_target(target: str) -> None:
+    """Refuse a tool that has no settings to plan with.
+
+    Raises:
+        ArgumentError: It is none that is known.
+        UnsupportedError: It is "compile": says why, and what to use.
+    """
     if target == "compile":
         raise UnsupportedError(
             "`activation_memory_budget` of torch.compile is a share of what the"
@@ -147,6 +152,11 @@ def _families(target: str, profile: Profile) -> list[Family]:
             f"`target`={target!r} must be one of {', '.join(map(repr, _TARGETS))};"
             " compiled models have `autosac.compile(model, memory_budget=...)`."
         )
+
+
+def _families(target: str, profile: Profile) -> list[Family]:
+    """What the tool can be set to for a model."""
+    check_target(target)
     return _TARGETS[target](profile.step.model)
 
 

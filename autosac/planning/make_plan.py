@@ -22,6 +22,7 @@ from autosac.planning.eager_steps import times_of
 from autosac.planning.headroom import headroom_bytes
 from autosac.planning.plans import Plan
 from autosac.planning.spelling import spell_out
+from autosac.profiles.given import refuse_plan
 from autosac.profiles.mistakes import warn_of_other_formulas
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
@@ -70,6 +71,7 @@ def floor(
             link to far memory.
     """
     if not isinstance(profile, TracedStep):
+        refuse_plan(profile, name="profile")
         raise ArgumentError(
             "`profile` must be what `autosac.profile(model, inputs, ...)` returns, got"
             f" {type(profile).__name__}."

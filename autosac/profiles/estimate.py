@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from autosac.costs.host import time_notes
-from autosac.devices.specs import DeviceSpec, device_spec
+from autosac.devices.specs import DeviceSpec
 from autosac.errors import ArgumentError
 from autosac.optional import needed
 from autosac.profiles.given import check_names, profile_of
 from autosac.profiles.memory_history import Place, peak_place
 from autosac.profiles.module_tables import ModuleEstimate, table_of
+from autosac.profiles.planned_device import spec_of
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.statistics.by_module import with_descendants
@@ -55,12 +56,13 @@ class Estimate(Summarized):
     host_ms: float = 0.0
     is_loss: bool = False
 
-    def fits(self, device: int | str | DeviceSpec | None = None) -> bool:
+    def fits(self, device: int | str | torch.device | DeviceSpec | None = None) -> bool:
         """Whether the step fits a device as it is, without a plan.
 
         Args:
-            device: A known device that runs the same kernels, a `DeviceSpec`, or an
-                amount of memory such as "24GiB"; None for the device it is for.
+            device: A device that runs the same kernels, as in `profile`, or an amount
+                of memory such as "24GiB" or "80%" (of the device it is for); None for
+                all of that.
 
         Raises:
             ValueError: The device is unknown, or runs other kernels than those that
@@ -68,16 +70,19 @@ class Estimate(Summarized):
         """
         return self.peak_bytes <= self._memory_bytes(device)
 
-    def _memory_bytes(self, device: int | str | DeviceSpec | None) -> int:
+    def _memory_bytes(
+        self, device: int | str | torch.device | DeviceSpec | None
+    ) -> int:
+        own_bytes = self.device.memory_bytes
         if device is None:
-            return self.device.memory_bytes
+            return own_bytes
         if isinstance(device, int) or (
             isinstance(device, str)
             and device[:1].isdigit()
             and not device.isdigit()  # "4090" is meant for a name
         ):
-            return parse_bytes(device, name="device")
-        spec = device if isinstance(device, DeviceSpec) else device_spec(device)
+            return parse_bytes(device, total_bytes=own_bytes, name="device")
+        spec = spec_of(device)
         if _kernels(spec) != _kernels(self.device):
             raise ArgumentError(
                 f"The estimate is for {self.device.name}, and {spec.name} runs other"

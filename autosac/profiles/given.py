@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any
 
+import torch
+
 from autosac.errors import ArgumentError
 from autosac.kinds import check_function
 from autosac.profiles.profile import Profile, calibrate, profile
@@ -112,9 +114,31 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
         if inputs is not None or options:
             raise _known_already()
         return model
+    refuse_plan(model)
     if inputs is None:
         raise _no_inputs()
     return calibrated_if_present(profile(model, inputs, **options))
+
+
+def is_plan(model: object) -> bool:
+    """Whether it is a plan, which has its step as an attribute."""
+    is_step = isinstance(model, (torch.nn.Module, TracedStep))
+    return not is_step and hasattr(model, "traced")
+
+
+def refuse_plan(model: Any, *, name: str = "model") -> None:
+    """Refuse a plan where a step is asked for.
+
+    Raises:
+        ArgumentError: It is one; names the step that it was made for.
+    """
+    if not is_plan(model):
+        return
+    traced = "`plan.traced`, the step it was made for"
+    raise ArgumentError(
+        f"`{name}` is a {type(model).__name__}, and a step is needed: pass"
+        f" {traced if model.traced is not None else 'the model, or its profile'}."
+    )
 
 
 def calibrated_if_present(

@@ -14,6 +14,7 @@ from autosac.quantities import byte_unit
 from autosac.solvers.curves.curve import FittedCurve, TradeoffCurve
 from autosac.statistics.by_module import ModuleStatistics, Statistics
 from autosac.statistics.trade_offs import with_trade_off
+from autosac.step.tape import Tape
 from autosac.units.curves import UnitCurve
 from autosac.units.unit import Unit
 
@@ -139,7 +140,7 @@ Curves = Mapping[str, tuple[Unit, UnitCurve | None]]
 
 
 def curve_of(
-    fqn: str, curves: Curves, refused: Mapping[str, str], num_segments: int
+    fqn: str, curves: Curves, refused: Mapping[str, str], tape: Tape, num_segments: int
 ) -> ModuleCurve:
     """The curve of a module.
 
@@ -147,15 +148,21 @@ def curve_of(
         fqn: The module.
         curves: Modules that can be AC units, each with its curve if it frees memory.
         refused: Why others cannot.
+        tape: Of the step.
         num_segments: Most segments of the fit.
 
     Raises:
         ArgumentError: It has none; says why.
     """
-    if fqn not in curves:
-        why = refused.get(fqn, "nothing inside it saves for backward what it made")
+    if fqn not in tape.modules.index:
         raise ArgumentError(
-            f"`{fqn}` has no trade-off curve: {why}. Modules that have one are"
+            f"`fqn`={fqn!r} is no name in `named_modules()` of the model. Modules that"
+            f" have a trade-off curve are {_some(list(curves))}."
+        )
+    if fqn not in curves:
+        raise ArgumentError(
+            f"{f'`{fqn}`' if fqn else 'The model itself'} has no trade-off curve:"
+            f" {refused.get(fqn) or _why_none(fqn, tape)}. Modules that have one are"
             f" {_some(list(curves))}."
         )
     _, curve = curves[fqn]
@@ -170,6 +177,16 @@ def curve_of(
         points=curve.known_points,
         fit=curve.fit(num_segments),
     )
+
+
+def _why_none(fqn: str, tape: Tape) -> str:
+    """Why a module that is not refused has no curve."""
+    if not fqn:
+        return "only modules inside it are AC units"
+    module = tape.modules.index[fqn]
+    if not any(call.module == module for call in tape.calls):
+        return "it is never called in the step, as a list of modules is not"
+    return "nothing inside it saves for backward what it made"
 
 
 def _some(names: list[str]) -> str:

@@ -168,7 +168,7 @@ def graph_info(
     inputs: Any,
     *,
     loss_fn: LossFn | None = None,
-    device: str | DeviceSpec | None = None,
+    device: str | torch.device | DeviceSpec | None = None,
     autocast: torch.dtype | None = None,
     calibrate: bool = False,
 ) -> GraphInfo:

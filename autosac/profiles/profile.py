@@ -9,7 +9,7 @@ import torch
 
 from autosac.checkpointing.backend_flags import backend_flags
 from autosac.costs.sources import modelled_costs
-from autosac.devices.allocator_settings import AllocatorSettings
+from autosac.devices.allocator_settings import AllocatorSettings, check_allocator
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import UnsupportedError
@@ -76,7 +76,7 @@ def profile(
     *,
     optimizer: Any = None,
     loss_fn: LossFn | None = None,
-    device: str | DeviceSpec | None = None,
+    device: str | torch.device | DeviceSpec | None = None,
     autocast: torch.dtype | str | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
@@ -99,9 +99,10 @@ def profile(
         loss_fn: Output -> scalar tensor. Without it ``output.loss`` is used, or else
             the sum of all outputs that require gradients, with a warning unless these
             are single numbers.
-        device: ``"cpu"``, ``"cuda"``, a known GPU such as ``"h100"``, or a
-            `DeviceSpec`; None for the device of the model (the CPU if that is the meta
-            device). A GPU need not be present: see `autosac.lens.mode`.
+        device: ``"cpu"``, ``"cuda"`` or ``"cuda:0"`` (the GPU that is here), also as a
+            `torch.device`; a known GPU such as ``"h100"``, or a `DeviceSpec`; None for
+            the device of the model (the CPU if that is the meta device). A GPU need not
+            be present: see `autosac.lens.mode`.
         autocast: Type that forward and loss autocast to, such as ``torch.bfloat16``,
             or its name.
         accumulate: Micro-steps (forward, loss, backward) per optimizer step.
@@ -151,7 +152,7 @@ def read_step(
     *,
     optimizer: Any = None,
     loss_fn: LossFn | None = None,
-    device: str | DeviceSpec | None = None,
+    device: str | torch.device | DeviceSpec | None = None,
     autocast: torch.dtype | str | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
@@ -202,6 +203,7 @@ def profile_of_step(
 ) -> Profile:
     """Trace a step that `profile` has read; arguments are those of `profile`."""
     excluded = marked_modules(exclude, step.model, name="exclude", inside=False)
+    check_allocator(allocator)
     tape = trace(step)
     if step.loss_fn is None:
         warn_of_summed_outputs(step.model, tape)

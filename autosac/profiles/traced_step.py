@@ -455,7 +455,7 @@ class TracedStep(Summarized):
                 number above 0.
         """
         number = read_segments(segments)
-        return curve_of(fqn, self._curves, self.units.refused, number)
+        return curve_of(fqn, self._curves, self.units.refused, self.tape, number)
 
     @property
     def baseline_peak_bytes(self) -> int:

@@ -7,7 +7,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -409,24 +409,55 @@ def check_numbers(accumulate: int, clip_grad_norm: float | None) -> None:
         )
 
 
-def read_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+def read_dtype(
+    dtype: torch.dtype | str | None, *, name: str = "autocast"
+) -> torch.dtype | None:
     """A type by itself or by name, such as ``"bfloat16"`` or ``"bf16"``.
+
+    Args:
+        dtype: What was passed.
+        name: The argument's name, for the error message.
 
     Raises:
         ArgumentError: It is no floating-point type.
     """
     named = dtype
     if isinstance(dtype, str):
-        name = dtype.removeprefix("torch.")
-        named = getattr(torch, _SHORT.get(name, name), None)
+        full_name = dtype.removeprefix("torch.")
+        named = getattr(torch, _SHORT.get(full_name, full_name), None)
     if named is None and dtype is None:
         return None
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise ArgumentError(
-            f"`autocast`={dtype!r} is no type to compute in, such as torch.bfloat16,"
+            f"`{name}`={dtype!r} is no type to compute in, such as torch.bfloat16,"
             " 'bfloat16' or 'bf16'."
         )
     return named
+
+
+class FsdpDtypes(TypedDict):
+    """PyTorch's names of the types of FSDP2's mixed precision, by argument."""
+
+    param_dtype: str | None
+    reduce_dtype: str | None
+
+
+def read_fsdp_dtypes(
+    param_dtype: torch.dtype | str | None, reduce_dtype: torch.dtype | str | None
+) -> FsdpDtypes:
+    """Types that FSDP2 gathers and reduces in, as `read_dtype` reads them.
+
+    Raises:
+        ArgumentError: One is no floating-point type.
+    """
+    return FsdpDtypes(
+        param_dtype=_name_of(read_dtype(param_dtype, name="param_dtype")),
+        reduce_dtype=_name_of(read_dtype(reduce_dtype, name="reduce_dtype")),
+    )
+
+
+def _name_of(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def autocast_name(dtype: torch.dtype | None) -> str | None:

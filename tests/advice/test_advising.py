@@ -357,8 +357,10 @@ def test_a_language_model_of_transformers_is_advised_to_chunk_its_loss():
 
 def test_a_step_from_a_plan_cannot_be_advised():
     profile = profiled()
-    with pytest.raises(ValueError, match="traces the model anew"):
-        autosac.advise(profile.traced())
+    plan = autosac.plan(profile, memory_budget="1GiB")
+    for step in (profile.traced(), plan, plan.traced):
+        with pytest.raises(ValueError, match="traces the model anew"):
+            autosac.advise(step)
 
 
 def test_a_loss_is_made_for_the_batch_that_a_loader_yields_first():

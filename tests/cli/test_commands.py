@@ -246,6 +246,14 @@ def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
         (["plan", GPT, "-b", "1GiB", "--html", "no/plan.html"], "there is no folder"),
         (["sweep", GPT, "--csv", "no/table.csv"], "there is no folder no"),
         (["plan", GPT, "-b", "1GiB", "--set", "layers=two"], "TypeError"),
+        (["estimate", MLP, "--exclude", "nope"], "`exclude` names `nope`"),
+        (["plan", MLP, "-b", "1GiB", "--ac-units", "nope"], "nope"),
+        (["export", MLP, "-b", "1GiB", "--to", "foo"], "`target`='foo' must be one of"),
+        (["sweep", MLP, "-o", "x.foo"], "must end in .png, .svg, .pdf or .html"),
+        (["plan", MLP, "-b", "1GiB", "--host-budget", "1GiB"], "needs --offload: add"),
+        (["parallel", MLP, "-b", "1GiB", "--host-budget", "1B"], "needs --offload"),
+        (["compile", MLP, "-b", "1GiB", "--host-budget", "1B"], "needs --offload"),
+        (["plan", MLP, "-b", "1GiB", "--interactive"], "--interactive needs --html"),
     ],
 )
 def test_what_cannot_be_meant_is_a_matter_of_usage(
@@ -295,7 +303,7 @@ def test_an_opaque_module_is_no_unit():
     assert marked.exit_code == cli.EXIT_INFEASIBLE
     assert "it is opaque" in marked.stderr
     unknown = run("plan", MLP, "--budget", "1GiB", "--opaque", "gate")
-    assert unknown.exit_code == cli.EXIT_ERROR
+    assert unknown.exit_code == cli.EXIT_USAGE
     assert "'gate', which stands for no module" in unknown.stderr
 
 
@@ -320,10 +328,18 @@ def test_an_estimate_is_a_table_or_json(figures):
 
 
 def test_an_estimate_that_does_not_fit_says_so_by_its_exit_code(figures):
-    _, peak = figures
+    lowest, peak = figures
     options = ("--optimizer", "adamw", "--fits")
 
-    assert run("estimate", MLP, *options, f"{peak}B").exit_code == 0
+    fitting = run("estimate", MLP, *options, f"{peak}B")
+    assert fitting.exit_code == 0
+    assert f"fits in --fits {peak}B as it is." in fitting.stdout
+    planned = run("estimate", MLP, *options, f"{lowest}B")
+    assert planned.exit_code == 3
+    assert "does not fit in --fits" in planned.stdout
+    assert "as it is; under a plan it does." in planned.stdout
+    hopeless = run("estimate", MLP, *options, "1KiB")
+    assert "as it is; nor under any plan." in hopeless.stdout
     small = run_json("estimate", MLP, *options, f"{peak - 1}B", code=3)
     assert small["fits"] is False
 
@@ -781,10 +797,10 @@ def test_batch_sizes_and_many_gpus_take_given_units():
     assert {unit["fqn"] for unit in cluster["fsdp_units"]} <= {"", "blocks.1"}
 
 
-def test_given_units_that_are_none_are_an_error():
+def test_given_units_that_are_none_are_a_matter_of_usage():
     outcome = run("plan", MLP, "--budget", "1GiB", "--ac-units", "nothing.*")
 
-    assert outcome.exit_code == 1
+    assert outcome.exit_code == cli.EXIT_USAGE
     assert "`ac_units`" in outcome.stderr
 
 

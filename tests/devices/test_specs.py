@@ -7,6 +7,7 @@ from autosac.devices.specs import (
     device_of_product,
     device_spec,
 )
+from autosac.errors import ArgumentError
 
 
 def test_knows_devices_by_name_in_any_case():
@@ -91,3 +92,53 @@ def test_specs_do_not_change():
         spec.memory_bytes = 0
     with pytest.raises(TypeError):
         spec.peak_flops["float32"] = 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("A100-80GB", "a100"),
+        ("a100-sxm4-40gb", "a100-40gb"),
+        ("H100PCIE", "h100-pcie"),
+        ("4090", "rtx4090"),
+        ("h1000", "h100"),
+    ],
+)
+def test_an_unknown_name_suggests_a_near_one(name, meant):
+    with pytest.raises(ValueError, match=rf"\(did you mean '{meant}'\?\).* 'cuda' for"):
+        device_spec(name)
+
+
+@pytest.mark.parametrize("name", ["gpu", "tpu", "5", ""])
+def test_a_name_that_is_near_no_other_suggests_none(name):
+    with pytest.raises(ValueError, match="is not a known device; name one of cpu,"):
+        device_spec(name)
+
+
+@pytest.mark.parametrize("device", [5, None, ["h100"]])
+def test_a_device_is_a_name_or_a_spec(device):
+    with pytest.raises(ValueError, match=r"`device`=.* must be a name .* a `torch"):
+        device_spec(device)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "sentence"),
+    [
+        ("memory_bytes", "80GiB", "whole number of at least 1, got '80GiB'"),
+        ("memory_bytes", -1, "whole number of at least 1, got -1"),
+        ("bandwidth_bytes_per_s", "2TB", "number above 0, got '2TB'"),
+        ("peak_flops", 1e13, "a figure for each dtype, such as"),
+        ("peak_flops", {"torch.float32": 1e13}, "the key 'torch.float32'"),
+        ("peak_flops", {"fp32": 1e13}, "the key 'fp32'"),
+        ("peak_flops", {"bfloat16": 1e13}, "lacks 'float32'"),
+        ("peak_flops", {"float32": "1e13"}, "'1e13' for 'float32'"),
+        ("matmul_efficiency", 0.7, "a figure for each dtype"),
+        ("compute_capability", 9.0, r"a pair \(major, minor\)"),
+        ("compute_capability", (9,), r"a pair \(major, minor\)"),
+        ("type", "gpu", "'gpu' must be 'cpu' or 'cuda'"),
+        ("vendor", "intel", "'intel' must be 'nvidia' or 'amd'"),
+    ],
+)
+def test_a_spec_refuses_what_cannot_be_meant(field, value, sentence):
+    with pytest.raises(ArgumentError, match=f"`{field}`.*{sentence}"):
+        dataclasses.replace(device_spec("h100"), **{field: value})

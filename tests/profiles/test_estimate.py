@@ -164,6 +164,10 @@ def test_fits_compares_with_devices_and_amounts(gpt):
         estimate.peak_bytes - 1
     )
     assert estimate.fits("1GiB") and not estimate.fits("1KiB")
+    assert estimate.fits(torch.device("cpu"))
+    twice = dataclasses.replace(estimate.device, memory_bytes=2 * estimate.peak_bytes)
+    halved = dataclasses.replace(estimate, device=twice)
+    assert halved.fits("50%") and not halved.fits("49%")
     small = dataclasses.replace(estimate.device, memory_bytes=estimate.peak_bytes - 1)
     assert not estimate.fits(small)
 

@@ -199,6 +199,11 @@ def test_garbage_is_collected_until_what_is_too_much_is_gone():
         {"max_split_size_mb": 20},
         {"garbage_collection_threshold": 1.0, "memory_limit_bytes": MIB},
         {"garbage_collection_threshold": 0.8},
+        {"garbage_collection_threshold": "0.8", "memory_limit_bytes": MIB},
+        {"max_split_size_mb": "128"},
+        {"memory_limit_bytes": "10GiB"},
+        {"memory_limit_bytes": -1},
+        {"expandable_segments": "True"},
     ],
 )
 def test_what_pytorch_refuses_or_ignores_is_refused(settings):
