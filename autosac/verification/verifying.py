@@ -26,6 +26,7 @@ from autosac.step.arguments import (
     optimizer_for,
     read_dtype,
     short,
+    warn,
 )
 from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
 from autosac.step.training_step import (
@@ -203,7 +204,24 @@ def verify(
         gradients_in_forward=gradients_in_forward,
         keeps_gradients=keeps_gradients,
     )
+    _warn_of_another_loss(plan, loss_fn)
     return verify_each((plan,), recipe, progress=progress)[0]
+
+
+_SUMS = ("aten.sum.default", "aten.stack.default")  # of outputs, without a loss
+
+
+def _warn_of_another_loss(plan: Any, loss_fn: LossFn | None) -> None:
+    """Warn where a plan was made with a loss, if that is known, and none is here."""
+    traced = getattr(plan, "traced", None)
+    if traced is None or loss_fn is not None:
+        return
+    in_loss = {op.name for op in traced.tape.ops if op.phase == "loss"}
+    if not in_loss <= set(_SUMS):
+        warn(
+            "The plan was made with a `loss_fn`, and `verify` got none, so that the"
+            " loss in it takes other memory: pass the same."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

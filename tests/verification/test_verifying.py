@@ -1,4 +1,5 @@
 import math
+import warnings
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import cache
@@ -462,3 +463,21 @@ def test_what_hooks_of_an_optimizer_keep_counts():
     found = verify(lowest, make_model, make_inputs, make_optimizer=averaging, **step)
 
     assert found.measured_peak_bytes == lowest.peak_bytes
+
+
+def test_a_loss_that_is_missing_is_said():
+    def squares(output):
+        return output.square().mean()
+
+    def make_model():
+        return torch.nn.Sequential(Block(), Block())
+
+    def make_inputs():
+        return torch.randn(BATCH, WIDTH)
+
+    made = plan(make_model(), make_inputs(), memory_budget="1GiB", loss_fn=squares)
+    with pytest.warns(UserWarning, match="with a `loss_fn`, and `verify` got none"):
+        verify(made, make_model, make_inputs, timing_rounds=0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        verify(made, make_model, make_inputs, loss_fn=squares, timing_rounds=0)
