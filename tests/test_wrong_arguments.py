@@ -33,7 +33,7 @@ def _mean(output):
         *(("accumulate", value) for value in (0, 1.5, True, "2", None)),
         *(("accumulate", value) for value in (float("nan"),)),
         *(("clip_grad_norm", value) for value in ("1", 0, True, float("nan"))),
-        *(("exclude", value) for value in (None, nn.Linear)),
+        *(("exclude", value) for value in (None, 3)),
         ("opaque", True),
         *(("device", value) for value in (0, 3.5, ["h100"], torch.device("meta"))),
         *(("backend", value) for value in ("gurobi", None)),

@@ -246,7 +246,10 @@ def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
         (["plan", GPT, "-b", "1GiB", "--html", "no/plan.html"], "there is no folder"),
         (["sweep", GPT, "--csv", "no/table.csv"], "there is no folder no"),
         (["plan", GPT, "-b", "1GiB", "--set", "layers=two"], "TypeError"),
-        (["estimate", MLP, "--exclude", "nope"], "`exclude` names `nope`"),
+        (
+            ["estimate", MLP, "--exclude", "nope"],
+            "`exclude` has 'nope', which stands for no module",
+        ),
         (["plan", MLP, "-b", "1GiB", "--ac-units", "nope"], "nope"),
         (["export", MLP, "-b", "1GiB", "--to", "foo"], "`target`='foo' must be one of"),
         (["sweep", MLP, "-o", "x.foo"], "must end in .png, .svg, .pdf or .html"),
