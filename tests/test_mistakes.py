@@ -432,6 +432,14 @@ MISTAKES = {
         lambda: autosac.tile_mlp(planned()),
         "`model` has a plan already",
     ),
+    "a loss that is a class": (
+        lambda: plan(mlp(), loss_fn=nn.CrossEntropyLoss),
+        "`loss_fn` is the class CrossEntropyLoss, and must be a function",
+    ),
+    "a plan for another model": (
+        lambda: tiny_plan().apply(nn.Linear(2, 2)),
+        "it expects the model itself to be a Sequential with no parameters",
+    ),
     "a joint graph with a loss that is none": (
         lambda: autosac.joint_graph(mlp(), X, loss_fn=3),
         "`loss_fn`",

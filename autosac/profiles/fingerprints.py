@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from itertools import zip_longest
 
 import torch
@@ -41,15 +42,23 @@ def first_difference(expected: Fingerprint, actual: Fingerprint) -> str | None:
         if one is None or other is None:
             return (
                 f"it expects {len(expected)} modules, this model has {len(actual)}; the"
-                f" first that only one of them has is `{(one or other)[0]}`"
+                f" first that only one of them has is {_named((one or other)[0])}"
             )
         if one != other:
             return (
-                f"it expects `{one[0]}` to be a {one[1]} with parameters"
-                f" {list(one[2])}, this model has `{other[0]}`, a {other[1]} with"
-                f" {list(other[2])}"
+                f"it expects {_named(one[0])} to be a {one[1]} with"
+                f" {_listed(one[2])}, this model has {_named(other[0])}, a {other[1]}"
+                f" with {_listed(other[2])}"
             )
     return None
+
+
+def _named(fqn: str) -> str:
+    return f"`{fqn}`" if fqn else "the model itself"
+
+
+def _listed(parameters: Sequence[str]) -> str:
+    return f"parameters {list(parameters)}" if parameters else "no parameters"
 
 
 def _untrained(module: _Module) -> _Module:

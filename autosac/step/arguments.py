@@ -209,6 +209,11 @@ def check_loss_fn(loss_fn: Any) -> None:
     """
     if loss_fn is None:
         return
+    if isinstance(loss_fn, type):
+        raise ArgumentError(
+            f"`loss_fn` is the class {loss_fn.__name__}, and must be a function of the"
+            f" model's output, as in {_CLOSE_OVER}."
+        )
     if not callable(loss_fn):
         raise ArgumentError(
             f"`loss_fn`={loss_fn!r} must be a function of the model's output, as in"
@@ -251,7 +256,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         for key, value in vars(torch.optim).items()
         if isinstance(value, type)
         and issubclass(value, torch.optim.Optimizer)
-        and value is not torch.optim.Optimizer
+        and value not in (torch.optim.Optimizer, torch.optim.LBFGS)
     }
     if name.lower() not in classes:
         raise ArgumentError(
