@@ -9,7 +9,12 @@ from typing import Any
 
 import torch
 
-from autosac.errors import ArgumentError, InfeasibleBudgetError, Interrupted
+from autosac.errors import (
+    ArgumentError,
+    InfeasibleBudgetError,
+    Interrupted,
+    TraceError,
+)
 from autosac.kinds import check_kind
 from autosac.planning.choices import lowest
 from autosac.planning.make_plan import floor, make_plan
@@ -36,6 +41,11 @@ _MOST = 2**16  # samples; a step whose memory does not grow has no largest batch
 _MOST_TRIALS = 16  # of sizes whose throughput is looked at
 _GROWTH = 4  # of a size that fits, to the next one
 _GUESSES = 1  # that may leave more than half of the sizes before they are halved
+_IN_LOSS = "in the loss"  # as `failures.explanation` names the place
+_OF_ONE_SIZE = (
+    " A loss that holds the targets of one batch is none for other sizes: pass"
+    " `make_loss_fn`, a function of the inputs that returns it."
+)
 _MOST_KEPT = 4  # profiles at a time
 
 
@@ -238,8 +248,17 @@ class _Steps:
                 options["loss_fn"] = self._make_loss_fn(inputs)
             while len(self._profiles) >= _MOST_KEPT:
                 del self._profiles[next(iter(self._profiles))]
-            self._profiles[size] = profile(self._model, inputs, **options)
+            self._profiles[size] = self._traced(inputs, options)
         return self._profiles[size]
+
+    def _traced(self, inputs: Any, options: dict[str, Any]) -> Profile:
+        try:
+            return profile(self._model, inputs, **options)
+        except TraceError as error:
+            has_loss = self._make_loss_fn is None and options.get("loss_fn") is not None
+            if not has_loss or _IN_LOSS not in str(error):
+                raise
+            raise TraceError(f"{error}{_OF_ONE_SIZE}") from error
 
     def modelled_floor(self, size: int) -> int:
         """Floor of a batch size, before anything is measured for it."""

@@ -205,3 +205,14 @@ def test_a_budget_that_no_size_fits_is_refused(model):
         autosac.best_batch_size(
             model, tokens, memory_budget=floor_at(model, 2), device="h100", sizes=[64]
         )
+
+
+def test_a_loss_of_one_batch_names_what_makes_others():
+    targets = torch.zeros(64, dtype=torch.long)
+    with pytest.raises(autosac.TraceError, match="pass `make_loss_fn`, a function of"):
+        autosac.max_batch_size(
+            nn.Linear(4, 8),
+            lambda size: torch.ones(size, 4),
+            memory_budget="1GiB",
+            loss_fn=lambda output: nn.functional.cross_entropy(output, targets),
+        )
