@@ -7,12 +7,12 @@ import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 
 _MOST_ROWS = 40  # of a table; more are in `to_dataframe` or the plan itself
 _BETWEEN = "  "  # columns
 _LEAST_NAME = 18  # characters of a name that are always shown
 _NUMBER = re.compile(r"\d+")
+_MOST_ALIKE = 8  # rows that come again together
 _LEFT, _RIGHT = "text-align:left;white-space:pre-wrap", "text-align:right"
 
 
@@ -127,18 +127,36 @@ def _row(tag: str, cells: Iterable[str], left: frozenset[int]) -> str:
 
 
 def equal_rows_once(rows: Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    """Rows in which neighbours that differ in the number in their name are one.
+    """Rows in which those that differ in the number in their name are one.
+
+    They follow one another, alone or as parts of a few rows that come again and again.
 
     Args:
         rows: A name and other texts each, such as ``("blocks.0", "50.0%")``.
     """
-
-    def alike(row: tuple[str, ...]) -> tuple[str, ...]:
-        return (_NUMBER.sub("#", row[0]), *row[1:])
-
-    folded = []
-    for _, equal in groupby(rows, key=alike):
-        first, *more = equal
-        name = f"{first[0]} ... {more[-1][0]} (x {1 + len(more)})" if more else first[0]
-        folded.append((name, *first[1:]))
+    keys = [(_NUMBER.sub("#", row[0]), *row[1:]) for row in rows]
+    folded, start = [], 0
+    while start < len(rows):
+        period, times = _repeats(keys[start:])
+        stop = start + period * times
+        for place in range(start, start + period):
+            name, *others = rows[place]
+            if times > 1:
+                last = rows[place + stop - start - period][0]
+                name = f"{name} ... {last} (x {times})"
+            folded.append((name, *others))
+        start = stop
     return tuple(folded)
+
+
+def _repeats(keys: Sequence[tuple[str, ...]]) -> tuple[int, int]:
+    """Of how many of these the first ones come again, and how many times in a row."""
+    for period in range(1, _MOST_ALIKE + 1):
+        first, times = keys[:period], 1
+        if len({name for name, *_ in first}) < period:
+            break  # which of them a name with another number is would not be clear
+        while keys[period * times : period * (times + 1)] == first:
+            times += 1
+        if times > 1:
+            return period, times
+    return 1, 1

@@ -157,6 +157,17 @@ def test_neighbours_that_differ_in_a_number_only_are_one_row():
     )  # fmt: skip
 
 
+def test_rows_that_come_again_together_are_one_of_each():
+    rows = [(f"layers.{i}.{part}", "kept") for i in range(3) for part in ("qkv", "mlp")]
+    assert equal_rows_once([("embed", "kept"), *rows]) == (
+        ("embed", "kept"),
+        ("layers.0.qkv ... layers.2.qkv (x 3)", "kept"),
+        ("layers.0.mlp ... layers.2.mlp (x 3)", "kept"),
+    )
+    in_turns = [(f"layers.{i}", "kept" if i % 2 else "freed") for i in range(6)]
+    assert equal_rows_once(in_turns) == tuple(in_turns)
+
+
 @pytest.mark.parametrize("num", [SOME, pytest.param(MANY, marks=pytest.mark.slow)])
 def test_the_tree_of_an_estimate_has_equal_layers_once(num):
     lines = repr(autosac.estimate(traced(num))).splitlines()
