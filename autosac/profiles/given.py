@@ -87,15 +87,17 @@ def with_loss(
     if make_loss_fn is None:
         return options
     if isinstance(model, TracedStep):
-        raise _known_already()
+        raise _known_already("make_loss_fn")
     if inputs is None:
         raise _no_inputs()
     return {**options, "loss_fn": make_loss_fn(inputs)}
 
 
-def _known_already() -> ArgumentError:
+def _known_already(*names: str) -> ArgumentError:
     return ArgumentError(
-        "A profile knows its inputs and options already; pass only `memory_budget`."
+        "A profile knows its inputs and options already: leave out"
+        f" {' and '.join(f'`{name}`' for name in names)}, or pass the model in place of"
+        " the profile."
     )
 
 
@@ -111,8 +113,9 @@ def profile_of(model: Any, inputs: Any, options: dict[str, Any]) -> TracedStep:
             " `autosac.policy` take them, all else needs the model or its profile."
         )
     if isinstance(model, TracedStep):
-        if inputs is not None or options:
-            raise _known_already()
+        names = [*(["inputs"] if inputs is not None else []), *options]
+        if names:
+            raise _known_already(*names)
         return model
     refuse_plan(model)
     if inputs is None:
