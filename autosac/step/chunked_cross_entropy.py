@@ -113,6 +113,11 @@ def _check(
             raise ArgumentError(
                 f"`bias` {shape} must have shape {tuple(weight.shape[:1])}."
             )
+    given = {**tensors, **({} if bias is None else {"bias": bias})}
+    devices = {name: tensor.device for name, tensor in given.items()}
+    if len(set(devices.values())) > 1:
+        where = ", ".join(f"`{name}` on {device}" for name, device in devices.items())
+        raise ArgumentError(f"All must be on one device, and are not: {where}.")
     if reduction not in _REDUCTIONS:
         raise ArgumentError(f"`reduction`={reduction!r} must be 'mean' or 'sum'.")
 

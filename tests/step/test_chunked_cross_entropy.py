@@ -165,6 +165,7 @@ def test_a_second_backward_is_refused():
     [
         ({"weight": torch.ones(CLASSES, 3)}, "do not go together"),
         ({"targets": torch.ones(3, dtype=torch.int64)}, r"integers of shape \(50,\)"),
+        ({"bias": torch.ones(CLASSES, device="meta")}, "`bias` on meta"),
         ({"num_chunks": 0}, "at least 1"),
         ({"reduction": "none"}, "'mean' or 'sum'"),
         ({"memory_budget": "much"}, "must be a positive int"),
