@@ -53,7 +53,7 @@ def chunked_cross_entropy(
         targets: Class of each row, shape (...), integers.
         bias: The head's bias, shape (num_classes,), or None.
         memory_budget: Cap on what a chunk takes besides the gradients: bytes or text.
-            None for 64 MiB. One row is the least.
+            None for 64 MiB, or one row if that takes more.
         num_chunks: How many chunks instead.
         ignore_index: Rows with this target do not count.
         reduction: "mean" over the rows that count, or "sum".
@@ -69,13 +69,13 @@ def chunked_cross_entropy(
     _check(hidden, weight, targets, bias, reduction)
     rows = hidden.reshape(-1, hidden.shape[-1])
     compute, loss_type = _types(hidden, weight, upcast)
-    if num_chunks is None:
-        budget_bytes = _DEFAULT_CHUNK_BYTES
-        if memory_budget is not None:
-            budget_bytes = parse_bytes(memory_budget)
-        chunk = _rows_within(budget_bytes, weight.shape[0], loss_type)
-    else:
+    row_bytes = _NUM_ALIVE * weight.shape[0] * loss_type.itemsize
+    if num_chunks is not None:
         chunk = -(-len(rows) // whole_number(num_chunks, name="num_chunks"))
+    elif memory_budget is not None:
+        chunk = _rows_within(parse_bytes(memory_budget), row_bytes)
+    else:
+        chunk = _DEFAULT_CHUNK_BYTES // row_bytes
     loss: torch.Tensor = _ChunkedCrossEntropy.apply(
         rows,
         weight,
@@ -137,9 +137,18 @@ def _types(
     return hidden.dtype, torch.float32 if upcast else hidden.dtype
 
 
-def _rows_within(budget_bytes: int, num_classes: int, loss_type: torch.dtype) -> int:
-    """How many rows of logits a budget has room for; at least one."""
-    return max(1, budget_bytes // (_NUM_ALIVE * num_classes * loss_type.itemsize))
+def _rows_within(budget_bytes: int, row_bytes: int) -> int:
+    """How many rows of logits a budget has room for.
+
+    Raises:
+        ArgumentError: Not for one.
+    """
+    if budget_bytes < row_bytes:
+        raise ArgumentError(
+            f"`memory_budget`={budget_bytes} bytes has no room for one row of logits,"
+            f" which takes {row_bytes}: give as many."
+        )
+    return budget_bytes // row_bytes
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

@@ -111,7 +111,7 @@ def check_optimizer(
     """Refuse options that need all gradients at once of an optimizer that drops each.
 
     Raises:
-        ValueError: With what to leave out.
+        ArgumentError: With what to leave out.
         UnsupportedError: The optimizer runs the model itself.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -122,12 +122,12 @@ def check_optimizer(
     if not isinstance(optimizer, OptimizerInBackward):
         return
     if accumulate > 1:
-        raise ValueError(
+        raise ArgumentError(
             f"`accumulate`={accumulate} keeps gradients over micro-steps, and an"
             " `OptimizerInBackward` drops each at once; use one of the two."
         )
     if clip_grad_norm is not None:
-        raise ValueError(
+        raise ArgumentError(
             f"`clip_grad_norm`={clip_grad_norm} needs all gradients together, and an"
             " `OptimizerInBackward` drops each at once; use one of the two."
         )

@@ -169,6 +169,7 @@ def test_a_second_backward_is_refused():
         ({"num_chunks": 0}, "at least 1"),
         ({"reduction": "none"}, "'mean' or 'sum'"),
         ({"memory_budget": "much"}, "must be a positive int"),
+        ({"memory_budget": 11 * CLASSES}, "no room for one row of logits, which takes"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(change, message):
