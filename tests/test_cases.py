@@ -35,5 +35,8 @@ def test_verify_says_that_a_step_fails_without_a_plan():
     profile = case.profile()
     plan = autosac.plan(profile, memory_budget=profile.baseline_peak_bytes)
 
-    with pytest.raises(autosac.TraceError, match="fails without a plan, too"):
+    with (
+        pytest.raises(autosac.TraceError, match="fails without a plan, too"),
+        pytest.warns(UserWarning, match="with a `loss_fn`, and `verify` got none"),
+    ):
         autosac.verify(plan, case.model, case.inputs)  # its gradient is expanded

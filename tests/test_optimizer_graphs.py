@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import autosac
-from autosac.errors import InfeasibleBudgetError, TraceError
+from autosac.errors import ArgumentError, InfeasibleBudgetError, TraceError
 from autosac.graphs.joint_graphs import joint_graph
 from autosac.graphs.optimizer_steps import captured_step
 from autosac.graphs.plans import GraphPlanner
@@ -508,7 +508,7 @@ def test_what_cannot_be_captured_is_refused(key):
 def test_optimizers_of_other_models_in_backward_and_hooks_are_refused():
     model, inputs, loss_fn = step_of("mlp")
     others = torch.optim.SGD(Mlp().parameters(), lr=0.1)
-    with pytest.raises(TraceError, match="no parameter that gets a gradient"):
+    with pytest.raises(ArgumentError, match="`optimizer` trains other parameters"):
         joint_graph(model, inputs, loss_fn=loss_fn, optimizer=others)
 
     model[0].weight.register_hook(lambda gradient: gradient)

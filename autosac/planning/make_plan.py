@@ -111,6 +111,11 @@ def make_plan(
         SolverError: The applied model's dry run does not confirm the plan.
     """
     far_state_bytes = profile.far_state_bytes
+    if host_bytes is not None and not offload and not far_state_bytes:
+        raise ArgumentError(
+            f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) caps what is"
+            " offloaded, and nothing is: pass `offload`=True, or leave it out."
+        )
     if host_bytes is not None and far_state_bytes > host_bytes:
         raise ArgumentError(
             f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) is less than the"

@@ -190,11 +190,6 @@ def plan(
     far: dict[str, Any] = {"offload": offload, "host_bytes": None}
     if host_budget is not None:
         far["host_bytes"] = parse_bytes(host_budget, name="host_budget")
-        if not offload:
-            raise ArgumentError(
-                f"`host_budget`={host_budget!r} caps what is offloaded, and nothing is:"
-                " pass `offload`=True, or leave it out."
-            )
     units |= {**far, "offload": offload is True}
     solving |= {**far, "offload_dir": directory}
     if isinstance(model, torch.nn.Module) and are_several(inputs):

@@ -208,7 +208,8 @@ def verify(
     return verify_each((plan,), recipe, progress=progress)[0]
 
 
-_SUMS = ("aten.sum.default", "aten.stack.default")  # of outputs, without a loss
+# What a step computes of outputs without a `loss_fn`; of micro-steps, divided.
+_SUMS = ("aten.sum.default", "aten.stack.default", "aten.div.Tensor")
 
 
 def _warn_of_another_loss(plan: Any, loss_fn: LossFn | None) -> None:
