@@ -75,8 +75,8 @@ def without_hooks(x):
 def replanned_for_another():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters())
-    made = plan(model, optimizer=optimizer, on_mismatch="replan")
-    loss(made.apply(mlp())(X[:2]))
+    first = plan(model, optimizer=optimizer, on_mismatch="replan")
+    loss(first.apply(mlp())(X[:2]))
 
 
 class Multiplies(nn.Module):

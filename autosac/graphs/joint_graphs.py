@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx
@@ -19,6 +19,13 @@ from autosac.graphs.memory import GraphMemory, graph_memory
 from autosac.graphs.node_info import NodeInfo, node_infos
 from autosac.graphs.optimizer_stage import append_step
 from autosac.graphs.optimizer_steps import captured_step
+from autosac.graphs.stages import (
+    Stage,
+    is_backward,
+    is_update,
+    last_forward_node,
+    stages_of,
+)
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes
 from autosac.step.arguments import (
@@ -34,8 +41,6 @@ from autosac.step.training_step import (
     normalize_inputs,
 )
 from autosac.summaries import Summarized, Summary
-
-Stage = Literal["placeholder", "forward", "loss", "backward", "optimizer"]
 
 _AFTER_FORWARD = ("backward", "optimizer")
 
@@ -148,20 +153,7 @@ class JointGraph(Summarized):
     @cached_property
     def stages(self) -> dict[fx.Node, Stage]:
         """The stage of every node but constants and the output."""
-        last = _last_forward_node(self.module.graph, self.num_forward_outputs)
-        stages: dict[fx.Node, Stage] = {}
-        is_forward = True
-        for node in self.module.graph.nodes:
-            if node.op == "placeholder":
-                stages[node] = "placeholder"
-            elif node.op == "call_function" and _is_of_optimizer(node):
-                stages[node] = "optimizer"
-            elif node.op == "call_function":
-                stages[node] = "forward" if is_forward else "backward"
-            is_forward = is_forward and node is not last
-        for node in _loss_nodes([n for n, s in stages.items() if s == "forward"]):
-            stages[node] = "forward" if _is_update(node) else "loss"
-        return stages
+        return stages_of(self.module.graph, self.num_forward_outputs)
 
     def intermediates(self) -> list[Intermediate]:
         """Every storage that forward or loss makes, in order."""
@@ -336,7 +328,7 @@ def _without_updated(
 ) -> tuple[torch.Tensor, ...]:
     """Inputs of a graph, with copies of those that it updates."""
     nodes = joint.memory.nodes
-    updates = [n for n in joint.module.graph.nodes if _is_update(n)]
+    updates = [n for n in joint.module.graph.nodes if is_update(n)]
     updated = {s for n in updates for s in nodes[n.args[0]].storages}
     placeholders = joint.module.graph.find_nodes(op="placeholder")
     return tuple(
@@ -400,9 +392,9 @@ def normalized(
     graph = module.graph
     graph.eliminate_dead_code()
     unpack_at_once(graph)
-    last = _last_forward_node(graph, num_forward_outputs)
-    for node in [n for n in graph.nodes if _is_update(n)]:
-        if node.args[0].op != "placeholder" or _is_backward(node.args[1], last):
+    last = last_forward_node(graph, num_forward_outputs)
+    for node in [n for n in graph.nodes if is_update(n)]:
+        if node.args[0].op != "placeholder" or is_backward(node.args[1], last):
             raise UnsupportedError(
                 f"`{node.name}` changes a tensor in backward; such graphs cannot be"
                 " planned."
@@ -450,59 +442,3 @@ def _check(node: fx.Node) -> None:
             f"`{node.name}` is no plain operator ({node.target}); its memory cannot be"
             " planned."
         )
-
-
-def _is_update(node: fx.Node) -> bool:
-    return node.target is torch.ops.aten.copy_.default
-
-
-def _is_of_optimizer(node: fx.Node) -> bool:
-    return _compat_graphs.placement(node) == "is_optimizer"
-
-
-def _updates_of_forward(graph: fx.Graph) -> list[fx.Node]:
-    """Nodes of forward that update inputs, without the optimizer's updates."""
-    return [
-        node
-        for node in graph.nodes
-        if _is_update(node)
-        and node.args[0].op == "placeholder"
-        and not _is_of_optimizer(node)
-    ]
-
-
-def _last_forward_node(graph: fx.Graph, num_forward_outputs: int) -> fx.Node:
-    """The last node that results of forward, or updates of inputs, depend on."""
-    outputs: Sequence[Any] = graph.output_node().args[0]  # type: ignore[assignment]
-    pending = [n for n in outputs[:num_forward_outputs] if isinstance(n, fx.Node)]
-    updates = _updates_of_forward(graph)
-    pending += [n.args[1] for n in updates if isinstance(n.args[1], fx.Node)]
-    needed: set[fx.Node] = set(updates) if _updates_are_moved(updates) else set()
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    last: fx.Node = [node for node in graph.nodes if node in needed][-1]
-    while _compat_graphs.placement(last.next) == "is_forward":
-        last = last.next  # what only backward reads
-    return last
-
-
-def _updates_are_moved(updates: list[fx.Node]) -> bool:
-    """Whether backward follows the updates of inputs."""
-    return bool(updates) and updates[-1].next.op != "output"
-
-
-def _is_backward(value: Any, last: fx.Node) -> bool:
-    return isinstance(value, fx.Node) and last < value
-
-
-def _loss_nodes(forward: list[fx.Node]) -> list[fx.Node]:
-    """Nodes outside of the model; if there are none, those after its last submodule."""
-    depths = [len(n.meta.get("nn_module_stack") or ()) for n in forward]
-    if 0 in depths and max(depths, default=0) > 0:
-        inside = [place for place, depth in enumerate(depths) if depth > 0]
-    else:
-        inside = [place for place, depth in enumerate(depths) if depth > 1]
-    return forward[inside[-1] + 1 :] if inside else []

@@ -32,11 +32,11 @@ def check_names(
     Raises:
         ArgumentError: Names the function, the argument, and one of a like name.
     """
-    known = {*argument_names(profile), *also}
+    accepted = {*argument_names(profile), *also}
     for name in options:
-        if name not in known:
+        if name not in accepted:
             raise unknown_name(
-                name, function.__name__, [*known, *argument_names(function)]
+                name, function.__name__, [*accepted, *argument_names(function)]
             )
 
 

@@ -475,9 +475,9 @@ def test_a_loss_that_is_missing_is_said():
     def make_inputs():
         return torch.randn(BATCH, WIDTH)
 
-    made = plan(make_model(), make_inputs(), memory_budget="1GiB", loss_fn=squares)
+    with_loss = plan(make_model(), make_inputs(), memory_budget="1GiB", loss_fn=squares)
     with pytest.warns(UserWarning, match="with a `loss_fn`, and `verify` got none"):
-        verify(made, make_model, make_inputs, timing_rounds=0)
+        verify(with_loss, make_model, make_inputs, timing_rounds=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        verify(made, make_model, make_inputs, loss_fn=squares, timing_rounds=0)
+        verify(with_loss, make_model, make_inputs, loss_fn=squares, timing_rounds=0)
