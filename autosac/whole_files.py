@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from pathlib import Path
 
@@ -10,13 +11,22 @@ from pathlib import Path
 def write_whole(path: Path, text: str) -> None:
     """Write a file in one step: whoever reads it sees the old text or the new one.
 
+    A link stays one, and a file that is there keeps its mode. Devices and pipes are
+    written to.
+
     Raises:
         OSError: It cannot be written; nothing is left beside it.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}.part")
+    if path.is_relative_to("/dev") or (path.exists() and not path.is_file()):
+        path.write_text(text, encoding="utf-8")
+        return
+    target = Path(os.path.realpath(path))
+    part = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.part")
     try:
         part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError:
+        if target.exists():
+            shutil.copymode(target, part)
+        part.replace(target)
+    except OSError as error:
         part.unlink(missing_ok=True)
-        raise
+        raise type(error)(error.errno, error.strerror, str(path)) from None

@@ -7,6 +7,8 @@ first unit tell which: a dispatch mode looks at them until they differ.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +23,7 @@ from autosac.checkpointing.installing import CountedForward, install, remove
 from autosac.checkpointing.optimizer_states import OptimizerStates
 from autosac.checkpointing.reached_memory import ReachedMemory
 from autosac.checkpointing.running_step import Step
-from autosac.checkpointing.stand_ins import Places, StandIn
+from autosac.checkpointing.stand_ins import Places, StandIn, is_in
 from autosac.checkpointing.training_habits import Facts, TrainingHabits
 from autosac.step.arguments import warn
 from autosac.step.batch_signatures import (
@@ -33,6 +35,10 @@ from autosac.tracing.real_steps import is_mark
 from autosac.units.policies import OpPolicy
 
 _StandIns = dict[torch.nn.Module, StandIn]
+
+_WORTH_COLLECTING = 16 * 2**20  # bytes of parameters; looking for them takes 0.5 s
+
+_in_force: weakref.WeakSet[BatchForward] = weakref.WeakSet()  # also of dropped models
 
 
 class Planned(Facts, Protocol):
@@ -426,6 +432,15 @@ class BatchForward(StandIn):
             module.__dict__["forward"] = stand_in
         self.places = Places(self.module, self.put)
 
+    def let_go(self) -> None:
+        """The plans are off: let go of the model's modules, which would be a cycle.
+
+        Who has kept this ``forward`` then calls the model's own.
+        """
+        if not self.variants.is_running:
+            self.variants.by_hand = True
+            self.put, self.stand_ins = {}, [{} for _ in self.stand_ins]
+
     @contextmanager
     def _put_off(self) -> Iterator[torch.nn.Module | None]:
         """Take the plans off the model inside; None if somebody replaced a stand-in."""
@@ -454,13 +469,35 @@ def install_plans(
         unseen: As in `Unseen`.
         frozen: Names of the parameters that the plans do not train.
     """
+    _collect_dropped()
     variants = Variants(plans, positional_names(model), unseen)
     forward = BatchForward(model, variants, frozen)
+    _in_force.add(forward)
     if not any(plan.far_state_bytes for plan in plans):
         forward.states = OptimizerStates(forward)
     tensor = next(model.parameters(), None)
     if tensor is not None and tensor.device.type == "cuda":
         forward.memory = ReachedMemory(forward, tensor.device)
+
+
+def _collect_dropped() -> None:
+    """Free earlier models with plans that nobody holds any more.
+
+    Modules and what stands in for their ``forward`` hold each other, so that Python
+    frees these only when it looks for cycles: as rarely as not in a whole run.
+    """
+    earlier = (forward.module for forward in list(_in_force) if is_in(forward))
+    nbytes = sum(p.nbytes for model in earlier for p in model.parameters())
+    if nbytes >= _WORTH_COLLECTING:
+        gc.collect()
+
+
+def remove_plans(model: torch.nn.Module) -> None:
+    """Undo `install_plans`; a model without a plan stays as it is."""
+    forward = vars(model).get("forward")
+    remove(model)
+    if isinstance(forward, BatchForward):
+        forward.let_go()
 
 
 def steps_by_hand(model: torch.nn.Module) -> Callable[..., None]:

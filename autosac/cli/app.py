@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from autosac.cli.usage import UsageError, usage
+from autosac.cli.usage import UsageError, as_typed, usage
 from autosac.errors import AutosacError, InfeasibleBudgetError, Interrupted
 from autosac.quantities import parse_bytes
 
@@ -111,6 +111,7 @@ def _fail(
     as_json: bool,
     facts: dict[str, Any] | None = None,
 ) -> None:
+    message = as_typed(message)
     if as_json:
         print_json({"error": kind, "message": message, **(facts or {})})
     else:

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 # What a grid may vary besides the arguments of a factory.
 OPTIONS = ("optimizer", "device", "autocast", "accumulate", "on", "batch", "length")
+_AS_TYPED = {  # what errors call it in Python -> what is typed
+    r"`memory_budget`=(\S+)": r"`--budget` \1",
+    r"`memory_budget`": "`--budget`",
+    r"`offload`=True": "`--offload`",
+    r"`host_budget`=(\S+)": r"`--host-budget` \1",
+    r"`make_model`": "The factory",
+}
 
 
 class UsageError(ValueError):
@@ -21,6 +29,13 @@ def usage() -> Iterator[None]:
         yield
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def as_typed(message: str) -> str:
+    """An error of the library in the words of the command line."""
+    for pattern, typed in _AS_TYPED.items():
+        message = re.sub(pattern, typed, message)
+    return message
 
 
 def check_needed(option: str, is_given: object, needed: str, is_there: object) -> None:

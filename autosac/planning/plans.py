@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autosac.checkpointing import batch_variants, installing
+from autosac.checkpointing import batch_variants
 from autosac.costs.host import time_notes
 from autosac.errors import ArgumentError
 from autosac.kinds import check_kind, new_file
@@ -151,7 +151,7 @@ class Plan(PlanData, Summarized):
             The model.
         """
         check_kind(model, torch.nn.Module, name="model", wanted="a torch.nn.Module")
-        installing.remove(model)
+        batch_variants.remove_plans(model)
         return model
 
     def save(self, path: str | Path) -> None:

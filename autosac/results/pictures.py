@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from reprlib import repr as shortened
+from typing import Any
 
+from autosac.errors import ArgumentError
 from autosac.kinds import check_kind
 from autosac.pictures.panels import MARKERS, Line, Panel
 from autosac.pictures.pictures import Picture
@@ -25,6 +30,8 @@ def picture_of(
     if rivals is not None:
         wanted = "a dict of points by the name of another way to plan"
         check_kind(rivals, Mapping, name="rivals", wanted=wanted)
+        for name, points in rivals.items():
+            _check_points(name, points)
     rows = [row for row in all_rows if row.status == "planned"]
     if not rows:
         raise ValueError("No row of the sweep has a plan: there is nothing to draw.")
@@ -35,6 +42,22 @@ def picture_of(
     if alone and all(type(row.cell[last]) in (int, float) for row in rows):
         return _along_axis(rows, axes)
     return _by_cell(rows, axes)
+
+
+def _check_points(name: str, points: Any) -> None:
+    """Complain of a rival's points that are no pairs of bytes and ms."""
+    is_several = isinstance(points, Iterable) and not isinstance(points, str)
+    for point in points if is_several else [points]:
+        pair = tuple(point) if isinstance(point, (tuple, list)) else ()
+        if len(pair) != 2 or not all(map(_is_number, pair)):
+            raise ArgumentError(
+                f"Points of rival {name!r} must be pairs of a budget in bytes and ms of"
+                f" recomputation, as `[(2**30, 12.5)]`, got {shortened(point)}."
+            )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and math.isfinite(value)
 
 
 def _budget_panel(rows: Sequence[Row], rivals: Rivals) -> Panel:

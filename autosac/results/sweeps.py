@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
@@ -54,9 +54,11 @@ class Sweep(Summarized, Sequence[Row]):
     def __getitem__(self, index: int) -> Row: ...
 
     @overload
-    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+    def __getitem__(self, index: slice) -> Sweep: ...
 
-    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+    def __getitem__(self, index: int | slice) -> Row | Sweep:
+        if isinstance(index, slice):
+            return replace(self, rows=self.rows[index])
         return self.rows[index]
 
     def summary(self) -> Summary:

@@ -426,6 +426,7 @@ def test_an_infeasible_budget_has_its_own_exit_code(figures):
     text = run("plan", MLP, *options)
 
     assert record["error"] == "infeasible"
+    assert record["message"].startswith("No plan fits `--budget` ")
     assert record["lowest_peak_bytes"] == figures[0]
     assert text.exit_code == 3
     assert text.stdout == "" and "No plan fits" in text.stderr

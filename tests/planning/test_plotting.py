@@ -211,6 +211,21 @@ def test_kinds_with_chosen_units_come_first_and_there_are_no_more_than_asked(pla
 # --- budgets ----------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "points", ["ab", None, [(1, 2, 3)], [("1MiB", "2")], [(2**20, float("nan"))], [7]]
+)
+def test_points_of_rivals_are_pairs_of_numbers(swept, points):
+    with pytest.raises(autosac.ArgumentError, match="'full'"):
+        plotting.budgets(swept, rivals={"full": points})
+
+
+def test_a_slice_of_a_sweep_is_one(swept):
+    panel = panel_of(plotting.budgets(swept[1:3]))
+
+    assert list(swept[1:3]) == list(swept)[1:3]
+    assert len(panel.lines[0].x) == 2
+
+
 def test_rivals_are_points_of_their_own(swept):
     rivals = {"full": [(2**20, 3.0), (2**21, 1.0)], "greedy": [(2**20, 2.0)]}
 
