@@ -42,6 +42,11 @@ def named(word="adam"):
     }
 
 
+def mlp_and_optimizer():
+    model, inputs, loss_fn = mlp()
+    return model, inputs, loss_fn, torch.optim.AdamW(model.parameters())
+
+
 def rows():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     return {"model": model, "inputs": [torch.randn(n, 4) for n in (8, 2, 8)]}

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from weakref import WeakKeyDictionary
 
+import torch
 import typer
 from rich.console import Console
 
@@ -293,17 +295,23 @@ def verify(
         step = cli.models.asked(model, **options)
         loaded = autosac.Plan.load(plan_file)
         parts = step.parts()
-        maker = parts.get("optimizer")
-        if cli.models.is_optimizer(maker):
-            raise UsageError(
-                "verify builds models anew: the factory must return a callable on the"
-                " parameters as optimizer, not an instance; or use --optimizer."
-            )
+        optimizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by their model
+
+        def make_model() -> Any:
+            made = step.parts()
+            optimizers[made["model"]] = made.get("optimizer")
+            return made["model"]
+
+        def make_optimizer(built: Any) -> Any:
+            made = optimizers[built]
+            is_made = isinstance(made, torch.optim.Optimizer)
+            return made if is_made else made(built.parameters())
+
         verification = autosac.verify(
             loaded,
-            lambda: step.parts()["model"],
+            make_model,
             lambda: step.parts()["inputs"],
-            make_optimizer=maker and (lambda built: maker(built.parameters())),
+            make_optimizer=parts.get("optimizer") and make_optimizer,
             loss_fn=parts.get("loss_fn"),
             steps=steps,
             autocast=step.options.get("autocast"),

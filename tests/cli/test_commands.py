@@ -613,6 +613,13 @@ def test_a_plan_is_verified_by_real_steps(plan_file):
     assert record["measured_peak_bytes"] <= record["budget_bytes"]
 
 
+def test_verify_takes_an_optimizer_that_the_factory_makes(plan_file):
+    record = run_json("verify", str(plan_file), f"{MLP}_and_optimizer")
+
+    assert record["identical"]
+    assert record["within_budget"]
+
+
 def test_a_plan_that_does_not_hold_is_an_error(plan_file, monkeypatch):
     broken = Verification(
         baseline_peak_bytes=3,
