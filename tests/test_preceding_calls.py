@@ -62,6 +62,23 @@ def test_what_is_joined_goes_backward_before_what_was_forked(is_tied):
     assert torch.equal(b.grad, torch.ones_like(b))
 
 
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: autosac.fork([rows()]), "tensor"),
+        (lambda: autosac.join(rows(), None), "phony"),
+        (lambda: autosac.join(rows(), autosac.fork(rows())), "phony"),
+        (lambda: autosac.join(rows(), rows()), "phony"),
+        (lambda: autosac.join(None, autosac.fork(rows())[1]), "tensor"),
+        (lambda: pipeline_checkpoint(rows(), rows()), "fn"),
+        (lambda: pipeline_checkpoint(torch.sin, rows()).precede(None), "tensor"),
+    ],
+)
+def test_what_is_no_tensor_of_the_kind_that_is_wanted_is_refused(call, named):
+    with pytest.raises(autosac.ArgumentError, match=f"`{named}` must be "):
+        call()
+
+
 def test_fork_and_join_are_no_part_of_a_graph_without_gradients():
     x = rows(requires_grad=False)
     same, phony = autosac.fork(x)
@@ -207,6 +224,37 @@ def test_without_preserve_rng_the_numbers_are_drawn_anew():
         masks.clear()
         pipeline_checkpoint(fn, rows(), preserve_rng=preserve_rng).recompute()
         assert torch.equal(*masks) is preserve_rng
+
+
+class _Owner(nn.Module):
+    """A module with a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x):
+        return x * torch.rand(x.shape, generator=self.generator)
+
+
+def _closed_over():
+    generator = torch.Generator().manual_seed(1)
+    return lambda x: x * torch.rand(x.shape, generator=generator)
+
+
+@pytest.mark.parametrize("make_fn", [_Owner, lambda: _Owner().forward, _closed_over])
+def test_generators_of_its_own_give_the_same_numbers_again(make_fn):
+    plain, fn, x = make_fn(), make_fn(), rows()
+    inputs = (x, x.detach().clone().requires_grad_())
+    for _ in range(2):  # micro-batches
+        plain(inputs[0]).sum().backward()
+    calls = [pipeline_checkpoint(fn, inputs[1]) for _ in range(2)]
+    for call in calls:
+        call.recompute()
+        call.output.sum().backward()
+
+    assert torch.equal(inputs[0].grad, inputs[1].grad)
+    assert torch.equal(plain(inputs[0]), fn(inputs[1]))  # both go on alike
 
 
 def test_a_recomputation_that_draws_more_numbers_is_an_error():

@@ -40,6 +40,7 @@ class Surroundings:
         modules: Those that it reaches.
         devices: Where it may draw random numbers, besides the CPU.
         preserve_rng: Whether random states belong to it.
+        generators: Others that it may draw from.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Surroundings:
         devices: Iterable[torch.device],
         *,
         preserve_rng: bool,
+        generators: Iterable[torch.Generator] = (),
     ) -> None:
         self.devices = [d for d in devices if d.type not in ("cpu", "meta")]
         self.present = Present()
@@ -57,6 +59,7 @@ class Surroundings:
         # Copies: a kernel may change a buffer without raising its version, as that of
         # batch norm does.
         self.buffers = {id(b): (b, b.detach().clone()) for b in buffers}
+        self.generators = list(generators)
         self.random = self._random() if preserve_rng else None
         self.random_after: list[torch.Tensor] | None = None
 
@@ -64,12 +67,17 @@ class Surroundings:
         return [
             torch.get_rng_state(),
             *(torch.get_device_module(d).get_rng_state(d) for d in self.devices),
+            *(generator.get_state() for generator in self.generators),
         ]
 
     def _set_random(self, states: list[torch.Tensor]) -> None:
-        torch.set_rng_state(states[0])
-        for device, state in zip(self.devices, states[1:], strict=True):
+        own, *others = states
+        torch.set_rng_state(own)
+        for device, state in zip(self.devices, others, strict=False):
             torch.get_device_module(device).set_rng_state(state, device)
+        rest = others[len(self.devices) :]
+        for generator, state in zip(self.generators, rest, strict=True):
+            generator.set_state(state)
 
     def finish(self) -> None:
         """Note random states and clear cached casts once the function has run."""

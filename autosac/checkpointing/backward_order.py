@@ -16,6 +16,11 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from autosac.errors import ArgumentError
+from autosac.kinds import check_kind
+
+_FROM_FORK = "the second tensor that `autosac.fork` returns"
+
 
 def fork(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Split off a phony: what ``tensor`` was made of goes backward after the joined.
@@ -26,7 +31,11 @@ def fork(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         The same values, to go on with, and the phony. Where no gradient is asked for,
         neither is part of a graph.
+
+    Raises:
+        ArgumentError: It is no tensor.
     """
+    check_kind(tensor, torch.Tensor, name="tensor", wanted="a tensor")
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor, phony(tensor.device, requires_grad=False)
     forked: tuple[torch.Tensor, torch.Tensor] = _Fork.apply(tensor)
@@ -45,7 +54,16 @@ def join(tensor: torch.Tensor, phony: torch.Tensor) -> torch.Tensor:
 
     Returns:
         The same values. It requires a gradient if either of the two does.
+
+    Raises:
+        ArgumentError: One of them is no tensor, or `phony` is not from `fork`.
     """
+    check_kind(tensor, torch.Tensor, name="tensor", wanted="a tensor")
+    check_kind(phony, torch.Tensor, name="phony", wanted=_FROM_FORK)
+    if phony.numel():
+        raise ArgumentError(
+            f"`phony` must be {_FROM_FORK}, got a tensor of shape {tuple(phony.shape)}."
+        )
     if not (torch.is_grad_enabled() and (tensor.requires_grad or phony.requires_grad)):
         return tensor
     joined: torch.Tensor = _Join.apply(tensor, phony)

@@ -131,7 +131,10 @@ class Call:
         self.fixed = [*self.parameters, *constants]  # must not change until it reruns
         devices = {t.device for t in (*self.tensors, *self.fixed)}
         self.surroundings = Surroundings(
-            self.reached.modules, devices, preserve_rng=self.preserve_rng
+            self.reached.modules,
+            devices,
+            preserve_rng=self.preserve_rng,
+            generators=self.reached.all_generators(),
         )
         self.begin = Moment(devices)
         self.devices = devices

@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 
 from autosac.checkpointing.backward_order import phony
 from autosac.checkpointing.checkpointed_call import Call
+from autosac.errors import ArgumentError
+from autosac.kinds import check_kind
 
 
 class _State(threading.local):
@@ -96,12 +98,14 @@ class Checkpointed:
             A view of it. Its backward recomputes, then hands the gradient on.
 
         Raises:
-            ValueError: The tensor requires no gradient, so no backward goes through it.
+            ArgumentError: It is no tensor, or requires no gradient, so that no backward
+                goes through it.
         """
+        check_kind(tensor, torch.Tensor, name="tensor", wanted="a tensor")
         if self._call is None:
             return tensor
         if not tensor.requires_grad:
-            raise ValueError(
+            raise ArgumentError(
                 "`tensor` requires no gradient, so that backward never comes there;"
                 " pass the result of the operation whose backward waits."
             )
@@ -135,13 +139,15 @@ def pipeline_checkpoint(
             ``self``, defaults or globals. Its result must depend on nothing else.
         args: Tensors and plain values, in tuples, lists and dicts of any depth.
         preserve_rng: Draw the same random numbers again, from PyTorch's default
-            generators of the CPU and of the GPUs that arguments and parameters are on.
+            generators of the CPU and of the GPUs that arguments and parameters are on,
+            and from generators that ``fn`` reaches.
         kwargs: Like ``args``.
 
     Returns:
         The output and the means to recompute early.
 
     Raises:
+        ArgumentError: ``fn`` cannot be called.
         TypeError: An argument or result is neither tensor nor plain value.
         RuntimeError: ``fn`` changes an argument, draws from Python's or NumPy's random
             numbers, goes backward by itself, reads a parameter with a gradient hook,
@@ -149,6 +155,11 @@ def pipeline_checkpoint(
             found. At recomputation: ``fn`` depends
             on what has changed in between. Each says what to do.
     """
+    if not callable(fn):
+        raise ArgumentError(
+            f"`fn` must be a module or a function, got {type(fn).__name__}; its"
+            " arguments follow it."
+        )
     if not torch.is_grad_enabled():
         return Checkpointed(fn(*args, **kwargs), None)
     call = Call(fn, args, kwargs, preserve_rng=preserve_rng)

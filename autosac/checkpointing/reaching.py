@@ -1,4 +1,4 @@
-"""What a function reaches besides its arguments: modules and tensors.
+"""What a function reaches besides its arguments: modules, tensors and generators.
 
 Found where Python keeps them: the function itself, the object it is bound to, its
 closure, defaults and globals, and attributes of these that it names.
@@ -18,19 +18,22 @@ import torch
 from autosac.pytrees import contents
 
 _FUNCTION = types.FunctionType
+_FOUND_IN_MODULES = (torch.nn.Module, torch.Tensor, torch.Generator)  # of Python
 
 
 @dataclass(slots=True)
 class Reached:
-    """Modules and tensors that a callable reaches by itself.
+    """Modules, tensors and generators that a callable reaches by itself.
 
     Attributes:
         modules: In the order of finding; what is inside one of them is not listed.
-        tensors: Those that belong to no module.
+        tensors: Those that belong to no module,
+        generators: and such random generators.
     """
 
     modules: list[torch.nn.Module] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
+    generators: list[torch.Generator] = field(default_factory=list)
 
     def parameters(self) -> list[torch.Tensor]:
         """Tensors that require gradients, each once."""
@@ -44,9 +47,16 @@ class Reached:
         tensors = {id(t): t for t in (*owned, *self.tensors) if not t.requires_grad}
         return list(tensors.values())
 
+    def all_generators(self) -> list[torch.Generator]:
+        """Random generators, those of modules too, each once; not PyTorch's default."""
+        inner = (part for module in self.modules for part in module.modules())
+        owned = [value for part in inner for value in vars(part).values()]
+        generators = [g for g in owned if isinstance(g, torch.Generator)]
+        return list(dict.fromkeys([*generators, *self.generators]))
+
 
 def reached(function: Callable[..., Any]) -> Reached:
-    """Find the modules and tensors that a callable reaches by itself."""
+    """Find what a callable reaches by itself."""
     reach = Reached()
     _visit(function, frozenset(), reach, set())
     return reach
@@ -64,9 +74,11 @@ def _visit(value: Any, names: frozenset[str], reach: Reached, seen: set[int]) ->
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         reach.tensors.append(value)
+    elif isinstance(value, torch.Generator):
+        reach.generators.append(value)
     elif isinstance(value, types.ModuleType):
         for name in sorted(names & value.__dict__.keys()):
-            if isinstance(value.__dict__[name], (torch.nn.Module, torch.Tensor)):
+            if isinstance(value.__dict__[name], _FOUND_IN_MODULES):
                 _visit(value.__dict__[name], names, reach, seen)
     elif isinstance(value, _FUNCTION):
         _visit_function(value, reach, seen)

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from autosac.errors import ArgumentError, AutosacError, UnsupportedError
+from autosac.errors import (
+    ArgumentError,
+    AutosacError,
+    TraceError,
+    UnsupportedError,
+)
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import (
     METHODS,
@@ -177,16 +182,20 @@ class AskedMesh:
             self.stage_numbers,
         )
         check_cut(num_rows, candidates)
+        cut, failed = _cut(replace(given, parallel=parallel), num_rows, candidates)
         asked = _Asked(
-            micro_batches=_cut(replace(given, parallel=parallel), num_rows, candidates),
-            schedules=candidates,
+            micro_batches=cut,
+            schedules=tuple(c for c in candidates if c.num_micro_batches in cut),
             memory_budget=self.memory_budget,
             relative_gap=self.relative_gap,
             far=far,
         )
         if degrees == parts == (1,):
-            return asked.planned(WHOLE)
-        return self._cheapest(asked, given.model, degrees, parts)
+            best = asked.planned(WHOLE)
+        else:
+            best = self._cheapest(asked, given.model, degrees, parts)
+        why = (f"{number} micro-batches: {error}" for number, error in failed.items())
+        return replace(best, alternatives=(*best.alternatives, *why))
 
     def _cheapest(
         self,
@@ -281,19 +290,34 @@ class AskedMesh:
 
 def _cut(
     given: MicroBatch, num_rows: int, schedules: Sequence[Schedule]
-) -> dict[int, MicroBatch]:
-    """The micro-batches of so many rows by their numbers, the smallest ones first."""
+) -> tuple[dict[int, MicroBatch], dict[int, TraceError]]:
+    """The micro-batches of so many rows by their numbers, the smallest ones first.
+
+    And why those fail that are too small, as for batch norm.
+
+    Raises:
+        TraceError: All fail.
+    """
     numbers = sorted({one.num_micro_batches for one in schedules}, reverse=True)
     sizes = {number: num_rows // number for number in numbers}
     micro_batches: dict[int, MicroBatch] = {}
+    failed: dict[int, TraceError] = {}
     for number, size in sizes.items():
-        micro_batches[number] = replace(
+        own = replace(
             given,
             inputs=rows_of(given.inputs, size),
             target=rows_of(given.target, size),
-            undivided=micro_batches.get(numbers[0]),
+            undivided=next(iter(micro_batches.values()), None),
         )
-    return micro_batches
+        try:
+            if not micro_batches:  # larger ones run as well
+                assert own.chain
+            micro_batches[number] = own
+        except TraceError as error:
+            failed[number] = error
+    if not micro_batches:
+        raise failed[numbers[-1]]
+    return micro_batches, failed
 
 
 def _is_open(mesh: Mapping[str, int | None] | None) -> bool:

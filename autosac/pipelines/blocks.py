@@ -155,6 +155,7 @@ def chain_of(
 
     Raises:
         UnsupportedError: They are no chain; says which block is called otherwise.
+        TraceError: One of them fails.
     """
     mode = _compat_fakes.fake_mode(plain=False)
     fake_model, passed = _on_fakes(model, inputs, mode, dtype)
@@ -182,8 +183,16 @@ def chain_of(
             lambda _, args, kwargs, out, fqn=fqn: note(fqn, args, kwargs, out),
             with_kwargs=True,
         )
-    with _running(fake_model, mode):
-        output = fake_model(passed)
+    try:
+        with _running(fake_model, mode):
+            output = fake_model(passed)
+    except (AutosacError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the user's code raises
+        left = [fqn for fqn in block_fqns(fake_model) if fqn not in order]
+        where = f"block `{left[0]}`" if left else "the model"
+        place = f"{where}, on a micro-batch of {len(inputs)} rows,"
+        raise TraceError(explanation(error, place)) from error
     if not order or output is not latest[0]:
         raise UnsupportedError(
             "The model returns something else than what its last block does, and"

@@ -29,7 +29,7 @@ from autosac.planning.make_plan import Offload, read_offload
 from autosac.profiles.given import check_names
 from autosac.quantities import parse_bytes
 from autosac.solving.solve_options import RELATIVE_GAP
-from autosac.step.arguments import read_fsdp_dtypes
+from autosac.step.arguments import check_kind, read_fsdp_dtypes
 
 _NOT_IN_PIPELINES = (
     *("accumulate", "autocast", "clip_grad_norm"),
@@ -128,6 +128,7 @@ def plan_pipeline(
         raise ArgumentError("`num_gpus` is given without the `cluster` that has them.")
     spec = None if cluster is None else cluster_of(cluster, num_gpus)
     check_names(options, plan_pipeline)
+    check_kind(model)
     directory = read_offload(offload, offload_dir)
     far = FarBytes()
     if host_budget is not None:

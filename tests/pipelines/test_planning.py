@@ -13,7 +13,12 @@ from torch.nn import functional
 import autosac
 from autosac._compat_distributed import fake_group
 from autosac.devices.specs import device_spec
-from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
+from autosac.errors import (
+    ArgumentError,
+    InfeasibleBudgetError,
+    TraceError,
+    UnsupportedError,
+)
 from autosac.parallel.clusters import cluster_spec
 from autosac.pipelines import micro_batches
 from autosac.pipelines.blocks import Stage, chain_of
@@ -303,6 +308,40 @@ def test_a_unit_that_is_replaced_in_a_stage_is_said_once():
         with pytest.warns(UserWarning, match=f"`{fqn}` was replaced after"):
             stage.submod(inputs)
         stage.submod(inputs)
+
+
+class _Normed(nn.Module):
+    """A block whose batch norm takes no single row."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.linear(self.norm(x))
+
+
+def plan_normed(numbers):
+    model = nn.Sequential(*(_Normed() for _ in range(3)))
+    inputs = torch.ones(4, WIDTH)
+    return autosac.plan_pipeline(
+        model,
+        inputs,
+        target=inputs,
+        loss_fn=functional.mse_loss,
+        num_ranks=2,
+        num_micro_batches=numbers,
+        memory_budget="1GiB",
+    )
+
+
+def test_micro_batches_that_a_model_cannot_run_are_left_out_and_said():
+    own = plan_normed((2, 4))
+
+    assert own.pipeline.num_micro_batches == 2
+    assert re.search(r"4 micro-batches: .* block `0`.* of 1 rows", str(own))
+    with pytest.raises(TraceError, match="block `0`, on a micro-batch of 1 rows"):
+        plan_normed(4)
 
 
 @pytest.mark.slow
