@@ -107,6 +107,7 @@ class Variants:
         training: The mode that the plans are for.
         current: Number of the plan that forward follows,
         rerun: and of the one that a rerun in backward follows, if one runs modules.
+        num_running: In how many calls the model is, of all threads.
         is_step: The model runs forward for a step that is planned.
         by_hand: Steps begin by hand: see `steps_by_hand`.
         said: What was warned of,
@@ -128,10 +129,25 @@ class Variants:
                 self.by_signature[signature] = (*earlier, number)
         self.current = 0
         self.rerun: int | None = None
-        self.is_running = self.is_step = self.by_hand = False
+        self.num_running = 0
+        self.is_step = self.by_hand = False
         self.said: set[str] = set()
         self.said_bytes = 0
         self._opening: _Opening | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """The model runs forward."""
+        return self.num_running > 0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The model runs forward inside."""
+        self.num_running += 1
+        try:
+            yield
+        finally:
+            self.num_running -= 1
 
     def warn_of_mode(self) -> None:
         """Warn, once, of a call with gradients in the mode that is not planned."""
@@ -286,8 +302,11 @@ class BatchForward(StandIn):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         variants = self.variants
-        if thread.is_inside or variants.is_running or variants.by_hand:
+        if thread.is_inside or variants.by_hand:
             return self._forward()(*args, **kwargs)
+        if variants.is_running:  # in itself, or in another thread
+            with variants.running():
+                return self._forward()(*args, **kwargs)
         is_planned = self.module.training == variants.training
         has_grad = torch.is_grad_enabled()
         is_step = has_grad and is_planned
@@ -301,16 +320,17 @@ class BatchForward(StandIn):
             self.begin(args, kwargs)
         else:
             self.steps[variants.current].calls.clear()
-        variants.is_running, variants.is_step = True, is_step
+        variants.is_step = is_step
         try:
-            if is_step:
-                device_type = self.places.outline.device_type
-                return self.habits.run(
-                    self._forward(), args, kwargs, device_type, self._followed
-                )
-            return self._forward()(*args, **kwargs)
+            with variants.running():
+                if is_step:
+                    device_type = self.places.outline.device_type
+                    return self.habits.run(
+                        self._forward(), args, kwargs, device_type, self._followed
+                    )
+                return self._forward()(*args, **kwargs)
         finally:
-            variants.is_running = variants.is_step = False
+            variants.is_step = False
             variants.close()
             if is_step:
                 self.places.outline.renew(is_alike=self.is_alike)

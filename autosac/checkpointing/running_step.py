@@ -23,12 +23,14 @@ class Followed(Protocol):
     Attributes:
         rerun: Number of the plan that a rerun follows, if one runs modules.
         is_step: The model runs forward for a step that is planned.
-        is_running: The model runs forward.
     """
 
     rerun: int | None
     is_step: bool
-    is_running: bool
+
+    @property
+    def is_running(self) -> bool:
+        """The model runs forward."""
 
     def warn_of_call(self, fqn: str) -> None:
         """A unit that forward calls once is called while the model is not."""
