@@ -29,6 +29,7 @@ class InfeasibleBudgetError(AutosacError):
         lowest_peak_bytes: The least peak that any plan reaches. For a GPU that is here
             with what a budget leaves to its allocator: the least feasible budget.
         composition: Bytes alive at that peak per category (parameters, ...).
+        advice: What would help besides another budget or batch: sentences, or ''.
     """
 
     def __init__(
@@ -38,26 +39,33 @@ class InfeasibleBudgetError(AutosacError):
         budget_bytes: int,
         lowest_peak_bytes: int,
         composition: Mapping[str, int],
+        advice: str = "",
     ) -> None:
         super().__init__(message)
         self.budget_bytes = budget_bytes
         self.lowest_peak_bytes = lowest_peak_bytes
         self.composition = dict(composition)
+        self.advice = advice
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled by its figures, as one process tells another."""
         figures = (self.budget_bytes, self.lowest_peak_bytes, self.composition)
-        return _infeasible, (str(self), *figures)
+        return _infeasible, (str(self), *figures, self.advice)
 
 
 def _infeasible(
-    message: str, budget_bytes: int, lowest_peak_bytes: int, composition: dict[str, int]
+    message: str,
+    budget_bytes: int,
+    lowest_peak_bytes: int,
+    composition: dict[str, int],
+    advice: str,
 ) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(
         message,
         budget_bytes=budget_bytes,
         lowest_peak_bytes=lowest_peak_bytes,
         composition=composition,
+        advice=advice,
     )
 
 

@@ -5,23 +5,36 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
 
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.integrations.replicas import Replica, planned_once
+from autosac.kinds import check_function
 from autosac.planning.make_plan import lowest_plan, make_plan
 from autosac.planning.plan_batches import together
 from autosac.planning.plan_data import OnMismatch, Replan
 from autosac.planning.plans import Plan
 from autosac.planning.unseen_batches import check_on_mismatch, most_frugal
-from autosac.profiles.given import calibrated_if_present
+from autosac.profiles.given import (
+    argument_names,
+    calibrated_if_present,
+    unknown_name,
+)
 from autosac.profiles.profile import Profile, profile
 from autosac.pytrees import held_tensors, tensors_in
-from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.quantities import (
+    format_bytes,
+    format_ms,
+    format_parts,
+    parse_bytes,
+    whole_number,
+)
 from autosac.step.arguments import warn
 from autosac.step.marks import marks_of
 
@@ -55,6 +68,9 @@ class BudgetCallback:
         plan: The plan of the last training; None before its first batch.
         callbacks_bytes: What callbacks kept when it was made; None once that was
             compared with what they keep after a step.
+
+    Raises:
+        ArgumentError: An argument is of another kind, or is not taken.
     """
 
     def __init__(
@@ -67,13 +83,16 @@ class BudgetCallback:
         worst_batch: Any = None,
         max_length: int | None = None,
         report: Callable[[str], object] = print,
+        **unknown: Any,
     ) -> None:
+        for name in unknown:
+            known = argument_names(BudgetCallback)
+            raise unknown_name(name, type(self).__name__, known)
+        # A share is one of the device's memory, and the device comes with the model.
+        parse_bytes(memory_budget, total_bytes=sys.maxsize)
         check_on_mismatch(on_mismatch)
-        if worst_batch is not None and max_length is not None:
-            raise ArgumentError(
-                "`worst_batch` and `max_length` both say what the largest batch is:"
-                " pass one of them."
-            )
+        _check_largest(worst_batch, max_length)
+        check_function(report, name="report", wanted="a function of a text")
         self.memory_budget = memory_budget
         self.exclude = exclude
         self.opaque = marks_of(opaque)
@@ -105,6 +124,32 @@ class BudgetCallback:
                 " `memory_budget` by it, or let them make their tensors before the"
                 " training begins."
             )
+
+
+def _check_largest(worst_batch: Any, max_length: object) -> None:
+    """Refuse what says nothing of the largest batch.
+
+    Raises:
+        ArgumentError: Says which argument, and what it must be.
+    """
+    if worst_batch is not None and max_length is not None:
+        raise ArgumentError(
+            "`worst_batch` and `max_length` both say what the largest batch is: pass"
+            " one of them."
+        )
+    if max_length is not None:
+        whole_number(max_length, name="max_length")
+    if worst_batch is not None and not held_tensors(worst_batch):
+        raise ArgumentError(
+            f"`worst_batch`={shortened(worst_batch)} has no tensors: pass a batch as"
+            " batches come."
+        )
+
+
+def several(callbacks: Iterable[Any]) -> dict[str, bool]:
+    """What to say of several budgets among callbacks -> whether there are several."""
+    num = sum(isinstance(callback, BudgetCallback) for callback in callbacks)
+    return {f"it has {num} `MemoryBudget` callbacks; pass one per trainer": num > 1}
 
 
 def bytes_of_callbacks(callbacks: Iterable[Any], model: torch.nn.Module) -> int:
@@ -272,38 +317,51 @@ def _one_plan(
     step: Profile, loop: Loop, others_bytes: int, memory_budget: int | str
 ) -> Plan:
     """The plan for one batch, with figures of all in the error if none fits."""
+    budget_bytes = _budget(memory_budget, step)
     try:
-        return make_plan(step, _budget(memory_budget, step) - others_bytes)
+        return make_plan(step, budget_bytes - others_bytes)
     except InfeasibleBudgetError as error:
-        of_ddp = _held_text(loop.replica.held_bytes)
-        count_others(error, others_bytes, memory_budget, of_ddp)
-        raise
+        raise of_all(
+            error, others_bytes, memory_budget, budget_bytes, loop.replica
+        ) from None
 
 
-def count_others(
+def of_all(
     error: InfeasibleBudgetError,
     others_bytes: int,
     memory_budget: int | str,
-    of_ddp: str = "",
-) -> None:
-    """Let an error tell of the whole budget, not of what a loop leaves of it.
+    budget_bytes: int,
+    replica: Replica,
+) -> InfeasibleBudgetError:
+    """An error that tells of the whole budget, not of what a loop leaves of it.
 
     Args:
         error: Of a plan for what is left.
         others_bytes: What the loop keeps besides.
-        memory_budget: The whole budget.
-        of_ddp: What to say of DDP.
+        memory_budget: The whole budget as it was passed,
+        budget_bytes: and in bytes.
+        replica: What DDP adds.
     """
-    of_loop = of_ddp
+    lowest_bytes = error.lowest_peak_bytes + others_bytes
+    composition, of_loop = error.composition, ""
     if others_bytes:
+        composition = {**composition, "of the training loop": others_bytes}
         of_loop = (
-            f"Of `memory_budget`={memory_budget!r}, {others_bytes} bytes"
-            f" ({format_bytes(others_bytes)}) are for batches, figures and callbacks"
-            f" that the training loop keeps besides.{of_ddp}"
+            " The loop's are batches, figures and callbacks that it keeps besides the"
+            " step."
         )
-    error.args = (f"{of_loop} {error}".strip(),)
-    error.budget_bytes += others_bytes
-    error.lowest_peak_bytes += others_bytes
+    advice = f" {error.advice}".rstrip()
+    return InfeasibleBudgetError(
+        f"No plan fits `memory_budget`={memory_budget!r}"
+        f" ({format_bytes(budget_bytes)}): the least feasible budget is {lowest_bytes}"
+        f" bytes ({format_bytes(lowest_bytes)}), for {format_parts(composition)}."
+        f"{of_loop}{_held_text(replica.held_bytes)} Raise the budget to that, or use a"
+        f" smaller batch.{advice}",
+        budget_bytes=budget_bytes,
+        lowest_peak_bytes=lowest_bytes,
+        composition=composition,
+        advice=error.advice,
+    )
 
 
 class StepForward:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from autosac.errors import InfeasibleBudgetError
-from autosac.integrations.budgets import Loop, count_others
+from autosac.integrations.budgets import Loop, of_all
 from autosac.integrations.replicas import planned_once
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.planning import plan_parallel
@@ -60,9 +60,9 @@ def plan_loop(
                     fsdp_units=fsdp_units,
                 )
             except InfeasibleBudgetError as error:
-                count_others(error, held_bytes, memory_budget)
-                error.budget_bytes = cap_bytes
-                raise
+                raise of_all(
+                    error, held_bytes, memory_budget, cap_bytes, loop.replica
+                ) from None
 
     plan = planned_once(make, -dist.get_rank(), dist.group.WORLD)
     gc.collect()  # copies of the model refer to themselves by their `forward`

@@ -236,20 +236,20 @@ def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
     enough = fewest_gpus(
         race.chooser, race.spec, budget_bytes, guess=least, options=race.options
     )
-    advice = (
-        f"{enough} GPUs that share all parameters would be enough"
-        if enough is not None and enough > degree
-        else "more GPUs would not help; use a smaller batch a rank"
-    )
+    more = ""
+    if enough is not None and enough > degree:
+        more = f"{enough} GPUs that share all parameters would be enough."
+    advice = more or "more GPUs would not help; use a smaller batch a rank."
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"
         f" {race.spec.num_gpus} GPUs: the lowest peak of a rank is {lowest_bytes}"
         f" bytes ({format_bytes(lowest_bytes)}) with parameters sharded"
         f" {degree} times, made of {format_parts(composition)}. Raise the budget to"
-        f" that; {advice}.",
+        f" that; {advice}",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=lowest_bytes,
         composition=composition,
+        advice=more,
     )
 
 

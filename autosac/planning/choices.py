@@ -151,17 +151,19 @@ def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Excep
     least_bytes = profile.budget_for(peak_bytes)
     composition = profile.composition(chosen)
     parts, hint = format_parts(composition), _hint(profile)
-    hint += offload_advice.of_infeasible(profile, chosen, budget_bytes)
+    of_offload = offload_advice.of_infeasible(profile, chosen, budget_bytes)
     to_least = "that"
     if least_bytes > peak_bytes:
         to_least = f"{least_bytes} bytes, which leaves some to the GPU's allocator"
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}):"
         f" the lowest peak is {peak_bytes} bytes ({format_bytes(peak_bytes)}), made of"
-        f" {parts}. Raise the budget to {to_least}, or use a smaller batch.{hint}",
+        f" {parts}. Raise the budget to {to_least}, or use a smaller batch.{hint}"
+        f"{of_offload}",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=least_bytes,
         composition=composition,
+        advice=hint.strip(),
     )
 
 

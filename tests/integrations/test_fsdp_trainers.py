@@ -69,7 +69,7 @@ def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     for name in ("infeasible", "less than batches take"):
         kind, message = first[name]
         assert kind == "InfeasibleBudgetError"
-        assert "figures and callbacks that the training loop keeps" in message
+        assert "batches, figures and callbacks that it keeps besides" in message
     for name, sentence in {
         "quantized": "does not divide quantized parameters; train with DDP",
         "launched with FSDP": "ACCELERATE_USE_FSDP lets the trainer shard the model",
