@@ -24,6 +24,7 @@ from autosac.integrations.sharded_checkpoints import (
     load_weights,
     save_shards,
 )
+from autosac.kinds import check_kind
 
 
 def save_sharded(accelerator: Accelerator) -> None:
@@ -33,8 +34,10 @@ def save_sharded(accelerator: Accelerator) -> None:
         accelerator: Has prepared one of each.
 
     Raises:
-        ArgumentError: It has prepared more, or not yet both.
+        ArgumentError: It has prepared more, or not yet both; or is no accelerator.
     """
+    wanted = "the `Accelerator` that prepared model and optimizer"
+    check_kind(accelerator, Accelerator, name="accelerator", wanted=wanted)
     models, optimizers = accelerator._models, accelerator._optimizers
     if (len(models), len(optimizers)) != (1, 1):
         raise ArgumentError(

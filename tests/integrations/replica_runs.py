@@ -9,6 +9,7 @@ import gc
 import torch
 import torch.distributed as dist
 
+from autosac.errors import InfeasibleBudgetError
 from benchmarks import allocator_shim as shim
 from tests.integrations.measured_runs import (
     measured_fit,
@@ -18,6 +19,7 @@ from tests.integrations.measured_runs import (
     with_adapter,
 )
 
+_NAMES = ("input_ids", "labels")
 _FRACTION = 0.8  # of the ample plan's peak that a budget leaves
 
 
@@ -60,48 +62,67 @@ def lightning(folder):
 
 def accelerate(folder):
     """A loop of one's own, with longer batches on the second process."""
+    return trainings(accelerated, _FRACTION)
+
+
+def least_feasible(rank):
+    """The same loop on one process, under the least budget that is feasible."""
+    try:
+        accelerated(1000, (96,))
+    except InfeasibleBudgetError as error:
+        return accelerated(error.lowest_peak_bytes, (96,))
+    raise AssertionError("1000 bytes are enough")
+
+
+def accelerated(memory_budget, lengths=(64, 96)):
+    """A loop over a loader of Accelerate, whose batches have these lengths in turn."""
     from accelerate import Accelerator
     from accelerate.utils import DistributedDataParallelKwargs
+    from torch.utils.data import DataLoader
 
     import autosac
-    from tests.integrations.test_huggingface import gpt2
+    from tests.integrations.test_huggingface import Texts, gpt2
 
-    def train(memory_budget):
-        gc.collect()
-        before, peaks = shim.live_bytes(), []
-        torch.manual_seed(0)
-        handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
-        accelerator = Accelerator(
-            cpu=True, mixed_precision="bf16", kwargs_handlers=[handler]
-        )
-        model = gpt2()
-        model.config.use_cache = False
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        model, optimizer = accelerator.prepare(model, optimizer)
-        length = 64 + 32 * accelerator.process_index
-        ids = torch.randint(200, (4, length))
-        batch = {"input_ids": ids, "labels": ids}
-        plan = None
-        if memory_budget is not None:
+    gc.collect()
+    before, peaks = shim.live_bytes(), []
+    torch.manual_seed(0)
+    handler = DistributedDataParallelKwargs(gradient_as_bucket_view=True)
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="bf16", kwargs_handlers=[handler]
+    )
+    model = gpt2()
+    model.config.use_cache = False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    texts = Texts([length for length in lengths * 4 for _ in range(4)])
+    loader = DataLoader(texts, batch_size=4, collate_fn=_ids_and_labels)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def step(batch):
+        output = model(**batch)
+        accelerator.backward(output.loss)
+        del output
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = None
+    for batch in loader:
+        if memory_budget is not None and plan is None:
             plan = autosac.plan_replicas(
-                model, batch, memory_budget=memory_budget, optimizer=optimizer
+                model,
+                batch,
+                memory_budget=memory_budget,
+                optimizer=optimizer,
+                loader=loader,
             )
             plan.apply(accelerator.unwrap_model(model))
+        _, peak_bytes = shim.peak_of(lambda batch=batch: step(batch))
+        peaks.append(peak_bytes - before)
+    trained = accelerator.unwrap_model(model)
+    return result(peaks[1:], trained, plan, memory_budget)
 
-        def step():
-            output = model(**batch)
-            accelerator.backward(output.loss)
-            del output
-            optimizer.step()
-            optimizer.zero_grad()
 
-        for _ in range(3):
-            _, peak_bytes = shim.peak_of(step)
-            peaks.append(peak_bytes - before)
-        trained = accelerator.unwrap_model(model)
-        return result(peaks[1:], trained, plan, memory_budget)
-
-    return trainings(train, _FRACTION)
+def _ids_and_labels(rows):
+    return {name: torch.tensor([row[name] for row in rows]) for name in _NAMES}
 
 
 def errors(folder):

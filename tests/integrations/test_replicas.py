@@ -4,19 +4,24 @@ import pickle
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from autosac.errors import InfeasibleBudgetError
+import autosac
+from autosac.errors import ArgumentError, InfeasibleBudgetError
+from autosac.integrations.budgets import Loop
 from autosac.integrations.worst_batches import lengthened
 from benchmarks import allocator_shim as shim
+from benchmarks.rank_server import run_processes
+from tests.integrations import replica_runs
 from tests.integrations.two_processes import forked
 
 _RUNS = "tests.integrations.replica_runs"
 _SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wraps
-_HELD_BYTES = {  # batches that the loop holds at most: of 3 tensors of 4 x 96 numbers
+_HELD_BYTES = {  # batches that the loop holds at most, of 4 x 96 numbers a tensor
     "huggingface": 3 * 3 * 4 * 96 * 8,
     "lora": 2 * 3 * 4 * 96 * 8,
     "lightning": 0,
-    "accelerate": 0,
+    "accelerate": 2 * 4 * 96 * 8,
 }
 
 
@@ -64,9 +69,79 @@ def test_an_error_of_the_rank_that_plans_is_raised_in_all(tmp_path):
     assert "sharded models are for `autosac.plan_parallel`" in first["sharded"][1]
 
 
+@pytest.mark.slow
+@needs_compiler
+def test_a_loop_over_a_loader_of_accelerate_keeps_the_least_feasible_budget():
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    (training,) = run_processes(replica_runs.least_feasible, 1)
+
+    plan = training["plan"]
+    assert plan["policy"]
+    # More than the step's own peak: the next batch is fetched already.
+    assert plan["peak_bytes"] < max(training["peaks"]) <= plan["budget_bytes"]
+
+
+class DataLoaderDispatcher(DataLoader):
+    """Of the name of Accelerate's."""
+
+
+@pytest.mark.parametrize(
+    ("loader", "num_batches"),
+    [
+        (None, 0),
+        (DataLoader([0]), 1),
+        (DataLoaderDispatcher([0]), 3),
+    ],
+    ids=["none", "shard", "dispatcher"],
+)
+def test_batches_that_a_loader_fetches_ahead_are_paid_for(loader, num_batches):
+    x = torch.ones(4, 8)
+    plan = autosac.plan_replicas(
+        torch.nn.Linear(8, 8), x, memory_budget=2**30, loader=loader
+    )
+
+    held_bytes = Loop.scalars_bytes + num_batches * x.nbytes
+    assert plan.budget_bytes == 2**30 - held_bytes
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"model": 3}, "`model` must be a module, as `accelerator.prepare`.*, got 3"),
+        ({"model": object()}, "`model` must be a module, .*, got object"),
+        ({"loader": 3}, "`loader` must be the loader that .*, got 3"),
+        ({"inputs": [(torch.ones(4, 8),)] * 2}, "a list of 2 batches, and one batch"),
+    ],
+    ids=["number", "object", "loader", "batches"],
+)
+def test_what_is_no_model_batch_or_loader_is_said(mistake, message):
+    right = {"model": torch.nn.Linear(8, 8), "inputs": torch.ones(4, 8)}
+    with pytest.raises(ArgumentError, match=message):
+        autosac.plan_replicas(**{**right, **mistake}, memory_budget="1GiB")
+
+
+def test_a_list_of_arguments_is_one_batch():
+    x = torch.ones(4, 8)
+    model = torch.nn.Bilinear(8, 8, 1)
+    plan = autosac.plan_replicas(model, [x, x], memory_budget="1GiB")
+
+    assert plan.composition["input"] == x.nbytes
+
+
+def test_shards_are_saved_by_an_accelerator():
+    sharded = pytest.importorskip("autosac.integrations.accelerate_sharded")
+    with pytest.raises(ArgumentError, match=r"`accelerator` must be the .*, got 3"):
+        sharded.save_sharded(3)
+
+
 def test_an_infeasible_budget_is_pickled_with_its_figures():
     error = InfeasibleBudgetError(
-        "No plan.", budget_bytes=1, lowest_peak_bytes=2, composition={"input": 2}
+        "No plan.",
+        budget_bytes=1,
+        lowest_peak_bytes=2,
+        composition={"input": 2},
+        advice="None.",
     )
 
     copy = pickle.loads(pickle.dumps(error))
