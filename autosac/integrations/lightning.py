@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 
 from autosac.checkpointing.batch_variants import steps_by_hand
@@ -35,6 +36,7 @@ from autosac.integrations.budgets import (
     figures,
     plan_loss,
     refuse,
+    several,
     summary,
 )
 from autosac.integrations.replicas import Replica, replica_of
@@ -80,8 +82,7 @@ class MemoryBudget(BudgetCallback, Callback):
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Plan on the first batch; every step follows the plan for its own."""
-        num_arguments = len(inspect.signature(module.training_step).parameters)
-        inputs = (batch, batch_idx)[:num_arguments]
+        inputs = arguments_of_step(module, batch, batch_idx)
         if self._begin_step is None:
             self._begin_step = self._apply(trainer, module, inputs)
         elif trainer.global_step:
@@ -144,6 +145,20 @@ class MemoryBudget(BudgetCallback, Callback):
         self._begin_step = None
         while self._undo:
             self._undo.pop()()
+
+
+def arguments_of_step(
+    module: LightningModule, batch: Any, batch_idx: int
+) -> tuple[Any, ...]:
+    """What the trainer passes to ``training_step``.
+
+    Source:
+        lightning 2.6, pytorch/loops/training_epoch_loop.py, `_build_kwargs`.
+    """
+    takes_idx = is_param_in_hook_signature(
+        module.training_step, "batch_idx", min_args=2
+    )
+    return (batch, batch_idx) if takes_idx else (batch,)
 
 
 def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
@@ -262,7 +277,14 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
         "the PyTorch profiler hooks into all modules; let it not, by"
         " `PyTorchProfiler(record_module_names=False)`"
     )
-    refuse({moves: not is_whole, names: records, **refused_settings(module)})
+    refuse(
+        {
+            **several(vars(trainer)["callbacks"]),
+            moves: not is_whole,
+            names: records,
+            **refused_settings(module),
+        }
+    )
 
 
 def refused_settings(module: LightningModule) -> dict[str, bool]:

@@ -14,7 +14,6 @@ so that this is what FSDP2 takes for its forward.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,7 +27,12 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import register_fsdp_forward_method
 
 from autosac.integrations.budgets import Loop, refuse
-from autosac.integrations.lightning import TrainingStep, loop_of, refused_settings
+from autosac.integrations.lightning import (
+    TrainingStep,
+    arguments_of_step,
+    loop_of,
+    refused_settings,
+)
 from autosac.integrations.replicas import Replica
 from autosac.integrations.sharded_loops import plan_loop
 from autosac.parallel.clusters import ClusterSpec
@@ -78,8 +82,7 @@ def plan_and_shard(
     trainer = module.trainer
     refuse(_refused(trainer, module))
     spec = cluster_of(cluster, dist.get_world_size())
-    num_arguments = len(inspect.signature(module.training_step).parameters)
-    inputs: Any = (batch, 0)[:num_arguments], {}
+    inputs: Any = arguments_of_step(module, batch, 0), {}
 
     def make_loop() -> Loop:
         optimizers, _ = _init_optimizers_and_lr_schedulers(module)

@@ -1,3 +1,4 @@
+import re
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -5,6 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from autosac.errors import InfeasibleBudgetError
 from autosac.verification.measuring import measure_peak
 from tests.alive import tensors_alive, tensors_since
 
@@ -358,11 +360,41 @@ def test_modules_that_cannot_be_planned_are_refused(kind, message):
         trainer.fit(kind(), DataLoader(Rows(), batch_size=BATCH))
 
 
+class WithKeywordOnly(Network):
+    def training_step(self, batch, *, batch_idx=0):
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_step_is_planned_with_the_arguments_that_the_trainer_passes():
+    plain, _ = train(kind=WithKeywordOnly, max_steps=2)
+    budget = silent("1GiB")
+    planned, _ = train(budget, kind=WithKeywordOnly, max_steps=2)
+
+    assert budget.plan is not None
+    assert all(map(torch.equal, planned.losses, plain.losses))
+
+
+def test_several_budgets_of_a_trainer_are_refused():
+    with pytest.raises(NotImplementedError, match=r"2 `MemoryBudget` .* one per"):
+        train(silent("1GiB"), callbacks=[silent("2GiB")], max_steps=1)
+
+
+@pytest.mark.slow
+def test_the_budget_that_an_error_names_is_feasible():
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        train(silent(1000), max_steps=1)
+    said = re.search(r"least feasible budget is (\d+) bytes", str(caught.value))
+    train(silent(int(said[1])), max_steps=1)
+
+    assert "`memory_budget`=1000 (1000 B)" in str(caught.value)
+    assert "offload" not in str(caught.value)  # which the callback does not take
+
+
 def test_hooks_of_the_pytorch_profiler_are_refused():
     # A real one, stopped by an error, leaves another error to Python's collector.
     profiler = Mock(lightning.profilers.PyTorchProfiler, _register=object())
     strategy = lightning.strategies.SingleDeviceStrategy(torch.device("cpu"))
-    trainer = SimpleNamespace(strategy=strategy, profiler=profiler)
+    trainer = SimpleNamespace(strategy=strategy, profiler=profiler, callbacks=[])
     with pytest.raises(NotImplementedError, match="record_module_names=False"):
         silent("1GiB").on_train_start(trainer, Network())
 
