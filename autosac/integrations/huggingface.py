@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate.data_loader import DataLoaderDispatcher
 from transformers import Trainer, TrainerCallback
 
+from autosac._compat_compiler import is_compiled
 from autosac._compat_distributed import is_fsdp_unit
 from autosac.checkpointing.batch_variants import steps_by_hand
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
+from autosac.integrations.batches_ahead import num_batches_ahead
 from autosac.integrations.budgets import (
     SCALER_BYTES,
     BudgetCallback,
@@ -37,12 +38,14 @@ from autosac.integrations.budgets import (
     figures,
     plan_loss,
     refuse,
+    several,
     summary,
 )
 from autosac.integrations.replicas import Replica, replica_of
 from autosac.integrations.worst_batches import lengthened, on_device
+from autosac.kinds import check_kind
 
-_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")  # before 5.24
+_CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")  # since 5.24
 _OTHER_ARGUMENTS = ("return_outputs", "num_items_in_batch")  # of `compute_loss`
 
 
@@ -64,6 +67,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
         model = kwargs["model"]
         refuse(refused_settings(args, model))
         trainer = _calling_trainer()
+        refuse(several(trainer.callback_handler.callbacks))
         training = _Training(
             trainer=trainer,
             model=model,
@@ -149,6 +153,7 @@ class MemoryBudget(BudgetCallback, TrainerCallback):
             return [lengthened(inputs, self.max_length)]
         if self.worst_batch is None:
             return []
+        _check_names(self.worst_batch, inputs)
         return [{**inputs, **on_device(dict(self.worst_batch), device)}]
 
     def _clean_up(self) -> None:
@@ -173,12 +178,13 @@ class _Training:
     @property
     def num_other_batches(self) -> int:
         """Batches that are held besides that of a micro-step."""
-        args, on_cpu = self.trainer.args, self.device.type == "cpu"
-        num = int(args.gradient_accumulation_steps) - (not on_cpu)
-        if isinstance(self.loader, DataLoaderDispatcher):
-            # The first process fetches a batch for each, joins and slices them.
-            num += 2 * int(args.world_size)
-        return num
+        args = self.trainer.args
+        ahead = num_batches_ahead(
+            self.loader,
+            on_cpu=self.device.type == "cpu",
+            num_processes=args.world_size,
+        )
+        return int(args.gradient_accumulation_steps) - 1 + ahead
 
     def replica(self, called: torch.nn.Module) -> Replica:
         """What DDP adds, if there are several processes.
@@ -272,6 +278,23 @@ def _batch(inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
     return {**inputs, "num_items_in_batch": num_items_in_batch}
 
 
+def _check_names(worst_batch: Any, inputs: dict[str, Any]) -> None:
+    """Refuse a largest batch that is none of those that come.
+
+    Raises:
+        ArgumentError: It has no names, or others than the first batch.
+    """
+    known = [name for name in inputs if name not in _OTHER_ARGUMENTS]
+    wanted = f"a dict of {', '.join(map(repr, known))}"
+    check_kind(worst_batch, Mapping, name="worst_batch", wanted=wanted)
+    for name in worst_batch:
+        if name not in inputs:
+            raise ArgumentError(
+                f"`worst_batch` has {name!r}, and the first batch has not: it must be"
+                f" {wanted}."
+            )
+
+
 class ComputedLoss(StepForward):
     """Runs a trainer's ``compute_loss``; the trainer is left as it is."""
 
@@ -358,14 +381,18 @@ def refused_settings(args: Any, model: torch.nn.Module) -> dict[str, bool]:
         model: The model.
     """
     checkpointing = checkpointing_already(model)
-    setting = next(filter(lambda name: getattr(args, name, False), _CHECKPOINTING), "")
+    # Either sets both.
+    settings = [f"{name}=True" for name in _CHECKPOINTING if getattr(args, name, False)]
     return {
-        f"{setting}=True recomputes already; set it to False, the plan decides what is"
-        " recomputed": bool(setting),
+        f"{' or '.join(settings)} recomputes already; set it to False, the plan decides"
+        " what is recomputed": bool(settings),
         f"`{checkpointing}` has gradient checkpointing already; switch it off, the plan"
         " decides what is recomputed": bool(checkpointing),
         "torch_compile=True makes ops of its own; leave it out, or use"
         " `autosac.compile`": args.torch_compile,
+        "the model is compiled, which makes ops of its own; leave that out": (
+            is_compiled(model)
+        ),
         f"n_gpu={args.n_gpu} copies the model to several GPUs at each step; make one of"
         " them visible (CUDA_VISIBLE_DEVICES)": args.n_gpu > 1,
         "deepspeed moves parameters and gradients; leave it out": args.deepspeed,

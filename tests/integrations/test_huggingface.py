@@ -1,4 +1,5 @@
 import gc
+import re
 import weakref
 
 import pytest
@@ -6,7 +7,7 @@ import torch
 from torch.utils.data import Dataset
 
 from autosac import OffloadedOptimizer
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.verification.measuring import measure_peak
 from tests.alive import tensors_alive, tensors_since
 
@@ -250,6 +251,21 @@ def test_a_budget_below_the_least_says_what_the_loop_keeps_besides(tmp_path):
     assert caught.value.budget_bytes == 2**20 < caught.value.lowest_peak_bytes
 
 
+@pytest.mark.slow
+def test_the_budget_that_an_error_names_is_feasible(tmp_path):
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        train(tmp_path, silent(1000), max_steps=1)
+    said = re.fullmatch(
+        r"No plan fits `memory_budget`=1000 \(1000 B\): the least feasible budget is"
+        r" (\d+) bytes .* of the training loop\. .* Raise the budget to that, .*",
+        str(caught.value),
+    )
+    train(tmp_path, silent(int(said[1])), max_steps=1)
+
+    assert "offload" not in str(caught.value)  # which the callback does not take
+    assert sum(caught.value.composition.values()) == int(said[1])
+
+
 @pytest.mark.slowest
 def test_a_budget_below_the_least_says_what_the_largest_batch_needs(tmp_path):
     def longest(memory_budget):
@@ -315,11 +331,64 @@ def test_two_largest_batches_and_unknown_ways_are_refused_when_they_are_passed()
         MemoryBudget("1GiB", on_mismatch="stop")
 
 
-def test_checkpointing_by_the_trainer_is_refused_by_its_name(tmp_path):
-    name = "activation_checkpointing"
-    if not hasattr(transformers.TrainingArguments, name):  # before 5.24
-        name = "gradient_checkpointing"
-    with pytest.raises(NotImplementedError, match=f"{name}=True recomputes already"):
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ({"memory_budget": "x"}, "`memory_budget`='x' must be a positive int .*'80%'"),
+        ({"memory_budget": 0}, "`memory_budget`=0 must be"),
+        ({"memory_budget": None}, "`memory_budget`=None must be"),
+        ({"memory_budget": 6.5}, "`memory_budget`=6.5 must be"),
+        ({"max_length": "64"}, "`max_length` must be a whole number .*, got '64'"),
+        ({"max_length": 0}, "`max_length` must be a whole number .*, got 0"),
+        ({"worst_batch": 3}, "`worst_batch`=3 has no tensors"),
+        ({"report": None}, "`report` must be a function of a text, got None"),
+        ({"memory_buget": 1}, "`MemoryBudget` takes no .* do you mean `memory_budget`"),
+        ({"offload": True}, "`MemoryBudget` takes no `offload`: leave it out"),
+    ],
+    ids=str,
+)
+def test_arguments_are_checked_when_they_are_passed(mistake, message):
+    MemoryBudget("80%")  # of a device that comes with the model
+    with pytest.raises(ArgumentError, match=message):
+        MemoryBudget(**{"memory_budget": "1GiB", **mistake})
+
+
+@pytest.mark.parametrize(
+    ("worst", "message"),
+    [
+        (
+            {"foo": torch.ones(3)},
+            "`worst_batch` has 'foo', and the first batch has not",
+        ),
+        ((torch.ones(3),), "`worst_batch` must be a dict of 'input_ids'.*, got tuple"),
+    ],
+    ids=["other names", "no names"],
+)
+def test_a_largest_batch_has_names_of_the_first(tmp_path, worst, message):
+    with pytest.raises(ArgumentError, match=message):
+        train(tmp_path, silent("1GiB", worst_batch=worst), max_steps=1)
+
+
+def test_several_budgets_of_a_trainer_are_refused(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"2 `MemoryBudget` .* one per"):
+        train(tmp_path, silent("1GiB"), others=(silent("2GiB"),), max_steps=1)
+
+
+def test_a_compiled_model_is_refused_before_the_trainer_finds_its_batches_empty(
+    tmp_path,
+):
+    def compiled():
+        return torch.compile(gpt2(), backend="aot_eager")
+
+    with pytest.raises(NotImplementedError, match="the model is compiled"):
+        train(tmp_path, silent("1GiB"), compiled, max_steps=1)
+
+
+@pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
+def test_checkpointing_by_the_trainer_is_refused_by_its_name(tmp_path, name):
+    if not hasattr(transformers.TrainingArguments, name):
+        pytest.skip("of Transformers 5.24 and later")
+    with pytest.raises(NotImplementedError, match=f"{name}=True .*recomputes already"):
         train(tmp_path, silent("1GiB"), **{name: True})
 
 
