@@ -234,6 +234,11 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, value  # a word is a text
 
 
+def is_optimizer(maker: Any) -> bool:
+    """Whether a factory returned an optimizer, not what makes one."""
+    return isinstance(maker, torch.optim.Optimizer)
+
+
 def hf_path(name: str) -> Path | None:
     """The config that a name of a model means; None if it means a factory.
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from weakref import WeakKeyDictionary
 
-import torch
 import typer
 from rich.console import Console
 
@@ -304,7 +303,7 @@ def verify(
 
         def make_optimizer(built: Any) -> Any:
             made = optimizers[built]
-            is_made = isinstance(made, torch.optim.Optimizer)
+            is_made = cli.models.is_optimizer(made)
             return made if is_made else made(built.parameters())
 
         verification = autosac.verify(
