@@ -169,6 +169,82 @@ def test_outputs_and_their_gradients_count_as_long_as_a_step_holds_them(are_drop
     assert peak == plan.peak_bytes == plan.graph.peak_bytes
 
 
+class ReturnsView(nn.Module):
+    """Returns its loss, and what backward reads, by another tensor."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.hidden, self.out = nn.Linear(16, 64), nn.Linear(64, 8)
+        self.view = view
+
+    def forward(self, x):
+        hidden = nn.functional.gelu(self.hidden(x))
+        return self.out(hidden).square().mean(), getattr(hidden, self.view)()
+
+
+@pytest.mark.parametrize("are_dropped", [False, True])
+@pytest.mark.parametrize("view", ["detach", "flatten"])
+def test_a_view_of_what_backward_reads_counts_as_long_as_a_step_holds_it(
+    view, are_dropped
+):
+    torch.manual_seed(0)
+    model, inputs = ReturnsView(view), torch.randn(256, 16)
+    compiled = autosac.compile(model, memory_budget="1GiB")
+
+    def run():
+        outputs = compiled(inputs)
+        loss = outputs[0]
+        if are_dropped:
+            del outputs
+        loss.backward()
+
+    run()
+    model.zero_grad()
+    _, peak = measure_peak(
+        run,
+        device="cpu",
+        persistent_bytes=storage_bytes([*module_tensors(model), inputs]),
+    )
+    (plan,) = autosac.compiled_plans(compiled)
+    assert peak == plan.peak_bytes
+
+
+def test_batch_norm_under_autocast_keeps_a_budget_to_the_byte():
+    torch.manual_seed(0)
+    layers = [(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU()) for _ in range(4)]
+    model = WithLoss(nn.Sequential(*sum(layers, ())))
+    inputs = torch.randn(128, 64)
+
+    def real_and_planned(budget_bytes):
+        torch.compiler.reset()
+        compiled = autosac.compile(model, memory_budget=budget_bytes)
+
+        def run():
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = compiled(inputs)
+            loss.backward()
+
+        def warm_up():
+            run()
+            model.zero_grad()
+
+        warm_up()
+        held = storage_bytes([*module_tensors(model), inputs])
+        _, peak = measure_peak(
+            run, device="cpu", persistent_bytes=held, warm_up=warm_up
+        )
+        model.zero_grad()
+        (plan,) = autosac.compiled_plans(compiled)
+        return peak, plan.peak_bytes
+
+    peak, planned = real_and_planned(2**30)
+    assert peak == planned
+    for share in (1.0, 0.85):
+        budget_bytes = int(planned * share)
+        peak, again = real_and_planned(budget_bytes)
+        assert peak == again <= budget_bytes
+
+
 @pytest.mark.parametrize("made", [lambda compiled: compiled, copy.deepcopy])
 @torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2)
 def test_shapes_have_plans_beyond_the_limit_of_dynamo_and_too_many_are_said(made):

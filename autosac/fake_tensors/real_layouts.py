@@ -11,11 +11,14 @@ from autosac import _compat, _compat_fakes
 
 _ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
-# Position of the weight in the arguments of norms that return statistics.
-_NORM_WEIGHTS = {
-    "aten.native_batch_norm.default": 1,
-    "aten.native_layer_norm.default": 2,
-    "aten.native_group_norm.default": 1,
+# Arguments of norms that return statistics: the first that is given has their type.
+_NORM_PARAMETERS = {
+    "aten.native_batch_norm.default": slice(1, 5),
+    "aten._native_batch_norm_legit.default": slice(1, 5),
+    "aten._native_batch_norm_legit.no_stats": slice(1, 3),
+    "aten._native_batch_norm_legit_functional.default": slice(1, 5),
+    "aten.native_layer_norm.default": slice(2, 4),
+    "aten.native_group_norm.default": slice(1, 3),
 }
 
 # Losses that shrink their result from one number an element to one, by `resize_`,
@@ -26,6 +29,13 @@ _UNREDUCED = {
     "aten.smooth_l1_loss.default": 2,
     "aten.soft_margin_loss.default": 2,
     "aten.binary_cross_entropy.default": 3,
+}
+
+# Their gradient has the type of the input, whatever the target's is (Loss.cpp there).
+_LOSS_BACKWARDS = {
+    "aten.mse_loss_backward.default",
+    "aten.smooth_l1_loss_backward.default",
+    "aten.soft_margin_loss_backward.default",
 }
 
 
@@ -109,7 +119,9 @@ _OWN_KERNELS: dict[str, Callable[..., Any]] = {
 def on_any_device(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """A fake result with the memory that every device's kernel gives it.
 
-    Losses that reduce in place keep the memory of what they reduced (`_UNREDUCED`).
+    Losses that reduce in place keep the memory of what they reduced (`_UNREDUCED`);
+    gradients of losses have the type of the input (`_LOSS_BACKWARDS`), where fake
+    kernels say that of input and target together.
     The backward of batch norm makes no gradient of images that need none (cpu and cuda
     in aten/src/ATen/native: batch_norm.cpp, Normalization.cu). `fold` makes its result
     in a tensor of its input's size (Col2Im.cpp, cuda/Col2Im.cu there).
@@ -118,6 +130,8 @@ def on_any_device(func: Any, args: tuple[Any, ...], out: Any) -> Any:
         return args[0].new_empty(args[0].shape).as_strided(out.shape, out.stride())
     if str(func) == "aten.native_batch_norm_backward.default":
         return (out[0] if args[9][0] else None, *out[1:])
+    if str(func) in _LOSS_BACKWARDS:
+        return out.to(args[1].dtype)
     position = _UNREDUCED.get(str(func))
     if position is None or (len(args) > position and args[position] == 0):
         return out
@@ -128,18 +142,23 @@ def on_any_device(func: Any, args: tuple[Any, ...], out: Any) -> Any:
 def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     """A fake result with the types and sizes that the CPU kernel gives it.
 
-    Norms of a bfloat16 input with float32 weights keep their statistics in float32
+    Norms of a bfloat16 input with float32 parameters keep their statistics in float32
     (aten/src/ATen/native: Normalization, layer_norm, group_norm); their fake kernels
-    say bfloat16. A group norm's result has the memory format of its input, as the
-    input's gradient has, and that has its type, too; fake kernels give contiguous ones,
-    and the weight's type. oneDNN's LSTM saves bytes for its backward, often more
-    than its output has (aten/src/ATen/native/mkldnn/RNN.cpp); its fake one says none.
+    say bfloat16. Batch norm in bfloat16 alone returns running statistics in that type;
+    its fake kernel says float32. A group norm's result has the memory format of its
+    input, as the input's gradient has, and that has its type, too; fake kernels give
+    contiguous ones, and the weight's type. oneDNN's LSTM saves bytes for its backward,
+    often more than its output has (aten/src/ATen/native/mkldnn/RNN.cpp); its fake one
+    says none.
     Attention in float64 keeps its statistics in that type (FlashAttentionKernel.cpp);
-    in torch 2.10 its fake kernel says float32.
+    in torch 2.10 its fake kernel says float32. Norms of float16 weights are in float32
+    (WeightNorm.cpp); before torch 2.15 their fake kernel says float16.
     """
     name = str(func)
     if name == _ATTENTION and args[0].dtype == torch.float64:
         return (out[0], out[1].to(torch.float64))
+    if name == "aten._weight_norm_interface.default" and args[1].itemsize == 2:
+        return (out[0], out[1].to(torch.float32))
     if name == "aten.mkldnn_rnn_layer.default":
         return (*out[:3], out[3].new_empty(_saved_rnn_bytes(args)))
     if name == "aten.mkldnn_rnn_layer_backward.default":
@@ -149,12 +168,14 @@ def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
         return (_laid_out_as(args[1], out[0].to(args[1].dtype)), *out[1:])
     if name == "aten.native_group_norm.default":
         out = (_laid_out_as(args[0], out[0]), *out[1:])
-    if name not in _NORM_WEIGHTS:
+    if name not in _NORM_PARAMETERS:
         return on_any_device(func, args, out)
-    weight = args[_NORM_WEIGHTS[name]]
-    if weight is None or weight.device.type != "cpu" or weight.dtype == out[1].dtype:
+    given = [p for p in args[_NORM_PARAMETERS[name]] if p is not None]
+    if not given or given[0].device.type != "cpu":
         return out
-    return (out[0], *(statistic.to(weight.dtype) for statistic in out[1:]))
+    statistics = [statistic.to(given[0].dtype) for statistic in out[1:3]]
+    running = zip(out[3:], args[3:5], strict=False)  # the new ones, and the old
+    return (out[0], *statistics, *(new.to(old.dtype) for new, old in running))
 
 
 def _laid_out_as(images: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,21 @@ def kept_by_graph_alone(joint: JointGraph, saved: Sequence[fx.Node]) -> list[fx.
     return [node for node in saved if seen.isdisjoint(nodes[node].storages)]
 
 
+def outputs_in_saved_memory(
+    joint: JointGraph, saved: Sequence[fx.Node]
+) -> list[fx.Node]:
+    """Results of forward in memory of saved nodes, which is alive as long as these."""
+    results: Any = joint.module.graph.output_node().args[0]
+    outputs = results[: joint.num_forward_outputs]
+    nodes = joint.memory.nodes
+    kept = {storage for node in saved for storage in nodes[node].storages}
+    return [
+        node
+        for node in outputs
+        if isinstance(node, fx.Node) and not kept.isdisjoint(nodes[node].storages)
+    ]
+
+
 def least_real_bytes(joint: JointGraph) -> int:
     """Bytes alive where forward ends, or backward, however nodes are fused."""
     results: Any = joint.module.graph.output_node().args[0]

@@ -69,7 +69,7 @@ class Outside:
         outputs: Nodes of what forward returns, in order; None for what is no tensor of
             a node that makes it.
         tangents: Those of their gradients, which are the last arguments of backward.
-        saved: Nodes of outputs that backward reads, among others.
+        saved: Those of outputs in memory that backward reads.
 
     Attributes:
         tell: Gets the nodes of those that were dropped in every backward pass so far,

@@ -410,7 +410,7 @@ class _Partition:
         self.outside = compiled_runs.Outside(
             [node if isinstance(node, fx.Node) else None for node in outputs],
             compiled_nodes.tangents_of(self.plan.joint, parts[1]),
-            saved,
+            compiled_nodes.outputs_in_saved_memory(self.plan.joint, saved),
         )
         return parts
 
