@@ -248,7 +248,16 @@ def untransformed() -> contextlib.AbstractContextManager[Any]:
     return pyfunctorch.temporarily_clear_interpreter_stack()
 
 
-def called_at_run_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let code that is compiled call a function when it runs, as it is."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return function
+def called_at_run_time(reason: str) -> Callable[[Any], Any]:
+    """Let code that is compiled call a function when it runs, as it is.
+
+    Args:
+        reason: What Dynamo says where it may not, as with ``fullgraph=True``.
+    """
+
+    def marked(function: Any) -> Any:
+        function._torchdynamo_disable = True
+        function._torchdynamo_disable_msg = reason
+        return function
+
+    return marked

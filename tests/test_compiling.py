@@ -245,6 +245,21 @@ def test_batch_norm_under_autocast_keeps_a_budget_to_the_byte():
         assert peak == again <= budget_bytes
 
 
+@pytest.mark.parametrize("calls_first", [False, True])
+def test_a_model_that_gets_a_plan_later_is_refused_when_it_is_called(calls_first):
+    model, inputs = WithLoss(Mlp()), torch.randn(64, 8)
+    compiled = autosac.compile(model, memory_budget="1GiB")
+    if calls_first:
+        step(compiled, model, inputs)
+        model.zero_grad()
+    plan = autosac.plan(model, inputs, memory_budget="1GiB", loss_fn=lambda loss: loss)
+    plan.apply(model)
+    with pytest.raises(autosac.UnsupportedError, match=r"plan\.unapply\(model"):
+        compiled(inputs)
+    plan.unapply(model)
+    step(compiled, model, inputs)
+
+
 @pytest.mark.parametrize("made", [lambda compiled: compiled, copy.deepcopy])
 @torch._dynamo.config.patch(recompile_limit=1, accumulated_recompile_limit=2)
 def test_shapes_have_plans_beyond_the_limit_of_dynamo_and_too_many_are_said(made):

@@ -486,6 +486,17 @@ def test_a_planned_model_that_is_compiled_says_what_to_do(how, monkeypatch):
         compiled(x)
 
 
+@pytest.mark.parametrize("of_unit", [False, True])
+def test_a_planned_model_in_one_graph_is_refused_with_the_reason(of_unit):
+    model = SMOOTH.model()
+    installing.install(model, random_policies(SMOOTH))
+    unit = model.get_submodule(installing.installed(model)[0])
+    compiled = torch.compile(unit if of_unit else model, fullgraph=True)
+
+    with pytest.raises(RuntimeError, match=r"plan\.unapply\(model"):  # of Dynamo
+        compiled(rows())
+
+
 def test_units_that_are_compiled_say_what_to_do():
     model = SMOOTH.model()
     installing.install(model, random_policies(SMOOTH))

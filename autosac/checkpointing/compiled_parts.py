@@ -18,13 +18,27 @@ _ADVICE = (
     " `plan.unapply(model)` first; `autosac.compile(model, memory_budget=...)` compiles"
     " under a budget."
 )
+_REFUSAL = f"A planned model is about to be compiled, but {_ADVICE}"
 
 
-@_compat_dispatch.called_at_run_time
+@_compat_dispatch.called_at_run_time(_REFUSAL)
 def refuse(fqn: str) -> NoReturn:
     """Say that a module of a plan is about to be compiled; '' for the whole model."""
-    what = f"AC unit `{fqn}` of a plan" if fqn else "A planned model"
-    raise UnsupportedError(f"{what} is about to be compiled, but {_ADVICE}")
+    if not fqn:
+        raise UnsupportedError(_REFUSAL)
+    raise UnsupportedError(
+        f"AC unit `{fqn}` of a plan is about to be compiled, but {_ADVICE}"
+    )
+
+
+def check_error(error: Exception) -> None:
+    """Refuse again, by our own error, where Dynamo's gives `refuse` as its reason.
+
+    Raises:
+        UnsupportedError: It does.
+    """
+    if _REFUSAL in str(error):
+        raise UnsupportedError(_REFUSAL) from error
 
 
 def check(model: torch.nn.Module) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from autosac import _compat_compiler, _compat_graphs
+from autosac.checkpointing import compiled_parts
 from autosac.errors import (
     ArgumentError,
     AutosacError,
@@ -190,11 +191,14 @@ def _graph_of_each_kind() -> Iterator[None]:
     """Calls in it are compiled for every new shape, mode or number of Python's.
 
     Raises:
-        UnsupportedError: There are too many.
+        UnsupportedError: There are too many, or the model got a plan.
     """
     try:
         with _compat_graphs.many_graphs():
             yield
+    except RuntimeError as error:  # as all of Dynamo's
+        compiled_parts.check_error(error)
+        raise
     except _compat_graphs.CaptureError as error:
         raise UnsupportedError(
             f"The model was called with {error} Each is compiled and planned: pad"
