@@ -225,6 +225,70 @@ def test_a_plan_of_a_graph_refuses_limits_that_mean_nothing(model, limit):
         GraphPlanner(graph).plan("1GiB", **limit)
 
 
+@pytest.fixture(scope="module")
+def graph(model):
+    return autosac.joint_graph(model, torch.ones(2, 4), loss_fn=_mean)
+
+
+@pytest.mark.parametrize("value", [None, "x", nn.Linear(4, 4)], ids=str)
+def test_a_planner_of_graphs_says_what_a_graph_is(value):
+    with pytest.raises(ArgumentError, match=r"`joint` must be .*`autosac\.joint_graph"):
+        GraphPlanner(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("floor_limit_s", value) for value in (-1, "x", float("nan"))),
+        ("link", "x"),
+        ("backend", "x"),
+    ],
+)
+def test_a_planner_of_graphs_refuses_what_it_cannot_use(graph, name, value):
+    with pytest.raises(ArgumentError, match=f"^`{name}` must be"):
+        GraphPlanner(graph, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "x"}, "`strategy` must be 'milp' or 'capuchin', got 'x'"),
+        ({"modules": "x"}, r"`modules` must be a plan of `autosac\.plan`"),
+        ({"modules": {}}, r"`modules` must be a plan of `autosac\.plan`"),
+        ({"host_budget": "x"}, "`host_budget`='x' must be"),
+        ({"host_budget": "1KiB"}, "`host_budget`=1024 .* pass `offload`=True"),
+    ],
+    ids=str,
+)
+def test_a_plan_of_a_graph_refuses_what_has_no_meaning_or_effect(
+    graph, options, message
+):
+    with pytest.raises(ArgumentError, match=message):
+        GraphPlanner(graph).plan("1GiB", **options)
+
+
+def test_a_start_of_another_model_is_refused_by_its_first_parameter(graph, planned):
+    wider = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    profile = autosac.profile(wider, torch.ones(2, 4), loss_fn=_mean)
+    other = autosac.plan(profile, memory_budget="1GiB")
+
+    with pytest.raises(
+        ArgumentError, match=r"no parameter `0\.weight \(4, 4\) float32`"
+    ):
+        GraphPlanner(graph).plan("1GiB", modules=other)
+    assert GraphPlanner(graph).plan("1GiB", modules=planned).recomputed == ()
+
+
+@pytest.mark.parametrize("strategy", ["milp", "capuchin"])
+def test_a_cap_on_far_memory_without_any_is_refused_by_all(graph, model, strategy):
+    far = {"host_budget": "1KiB", "strategy": strategy}
+
+    with pytest.raises(ArgumentError, match="pass `offload`=True, or leave it out"):
+        autosac.compile(model, memory_budget="1GiB", **far)
+    with pytest.raises(ArgumentError, match="pass `offload`=True, or leave it out"):
+        GraphPlanner(graph).floor(**far)
+
+
 def test_a_directory_of_far_memory_is_taken_as_text_or_path(tmp_path):
     assert read_offload(True, tmp_path) == read_offload("auto", str(tmp_path))
     assert read_offload(True, tmp_path) == str(tmp_path)

@@ -26,8 +26,14 @@ from autosac.errors import (
     UnsupportedError,
 )
 from autosac.graphs import compiled_nodes, compiled_runs, reading
+from autosac.graphs.arguments import (
+    Strategy,
+    check_choice,
+    check_graph_offload,
+    read_host_budget,
+)
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
-from autosac.graphs.plans import GraphPlan, GraphPlanner, Strategy, check_graph_offload
+from autosac.graphs.plans import GraphPlan, GraphPlanner
 from autosac.profiles.mistakes import check_unplanned
 from autosac.pytrees import module_tensors
 from autosac.quantities import format_bytes, parse_bytes, whole_number
@@ -133,9 +139,9 @@ def compile(
                 " does not compile: use its cell in a loop over time, or plan without"
                 " compiling (`autosac.plan`, `autosac.joint_graph`)."
             )
-    _check_choice("strategy", strategy, get_args(Strategy))
-    _check_choice("backend", backend, get_args(CompilerBackend))
-    _check_choice("solver", solver, get_args(Backend))
+    check_choice("strategy", strategy, get_args(Strategy))
+    check_choice("backend", backend, get_args(CompilerBackend))
+    check_choice("solver", solver, get_args(Backend))
     check_graph_offload(offload, strategy, offload_dir)
     if offload and backend != "aot_eager":
         raise UnsupportedError(
@@ -143,9 +149,7 @@ def compile(
             " and fuses ops anew: the places where memory is freed and copies begin"
             " would not be those of the plan."
         )
-    host_bytes = None
-    if host_budget is not None:
-        host_bytes = parse_bytes(host_budget, name="host_budget")
+    host_bytes = read_host_budget(host_budget, offload=offload)
     whole_number(extra_bytes, name="extra_bytes", least=0)
     check_solving(solver, relative_gap, time_limit_s)
     compiler = _Compiler(
@@ -220,12 +224,6 @@ def compiled_plans(compiled: Any) -> tuple[CompiledPlan, ...]:
     if compiled not in _plans:
         raise ArgumentError("`compiled` must be what `autosac.compile` returned.")
     return tuple(_plans[compiled])
-
-
-def _check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        words = " or ".join(map(repr, allowed))
-        raise ArgumentError(f"`{name}` must be {words}, got {value!r}.")
 
 
 def _with_beside(plan: GraphPlan, beside_bytes: int) -> CompiledPlan:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import get_args
 
 from autosac.devices.links import Link
 from autosac.devices.specs import device_spec
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.far_memory import FarMemory
 from autosac.graphs import far_nodes, far_plans, known_plans, module_starts, reading
+from autosac.graphs.arguments import (
+    Strategy,
+    check_choice,
+    check_graph_offload,
+    check_modules,
+    check_planner,
+    read_host_budget,
+)
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.reading import GraphReader
-from autosac.planning.make_plan import read_offload
 from autosac.planning.plans import Plan
 from autosac.quantities import format_bytes, format_ms, parse_bytes
 from autosac.solvers.graph import GraphSolution, capuchin, local_search, recomputation
@@ -28,8 +35,6 @@ from autosac.solvers.graph.moving import (
 from autosac.solvers.milp.solution import Backend, Termination
 from autosac.solving.solve_options import check_solving
 from autosac.summaries import Summarized, Summary
-
-Strategy = Literal["milp", "capuchin"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -121,6 +126,9 @@ class GraphPlanner:
         link: To far memory; None for that of `device_spec("cpu")`, a file on a disk.
         begins_anew: It knows none of these plans, so that a budget has the same one
             whatever was planned before.
+
+    Raises:
+        ArgumentError: An argument is none of these, or the graph offloads already.
     """
 
     def __init__(
@@ -132,8 +140,7 @@ class GraphPlanner:
         link: Link | None = None,
         begins_anew: bool = False,
     ) -> None:
-        if backend not in get_args(Backend):
-            raise ValueError(f"`backend` must be 'highs' or 'cbc', got {backend!r}.")
+        check_planner(joint, floor_limit_s, backend, link)
         targets = {node.target for node in joint.module.graph.nodes}
         if far_nodes.fetch in targets:
             raise ArgumentError(
@@ -168,10 +175,15 @@ class GraphPlanner:
         Args:
             strategy: As in `plan`.
             offload, host_budget: Likewise.
+
+        Raises:
+            ArgumentError: An argument is none of these, or without effect.
         """
+        check_choice("strategy", strategy, get_args(Strategy))
         check_graph_offload(offload, strategy)
+        host_bytes = read_host_budget(host_budget, offload=offload)
         if offload:
-            return self._lowest_with_moves(self.move_problem(host_budget))[0]
+            return self._lowest_with_moves(self.move_problem(host_bytes))[0]
         if strategy == "milp":
             return self.lowest[0]
         return capuchin.solve(self.problem, budget_bytes=0).peak_bytes
@@ -207,14 +219,14 @@ class GraphPlanner:
 
         Raises:
             InfeasibleBudgetError: The strategy knows no plan within the budget.
-            ValueError: An argument is none of these.
+            ArgumentError: An argument is none of these, or without effect.
         """
         budget_bytes = parse_bytes(memory_budget)
-        if strategy not in get_args(Strategy):
-            raise ValueError(
-                f"`strategy` must be 'milp' or 'capuchin', got {strategy!r}."
-            )
+        check_choice("strategy", strategy, get_args(Strategy))
         check_graph_offload(offload, strategy, offload_dir)
+        host_bytes = read_host_budget(host_budget, offload=offload)
+        if modules is not None:
+            check_modules(modules, self.joint)
         check_solving("highs", relative_gap, time_limit_s)
         greedy = capuchin.solve(self.problem, budget_bytes=budget_bytes)
         if strategy == "capuchin":
@@ -238,7 +250,7 @@ class GraphPlanner:
             known_plans.known(self.problem).add(self.problem, solution.kept)
         if offload:
             limits = (time_limit_s, relative_gap)
-            moves = self.move_problem(host_budget)
+            moves = self.move_problem(host_bytes)
             return self._with_moves(moves, budget_bytes, solution, limits, offload_dir)
         if solution.kept is None:
             known = known_plans.known(self.problem)
@@ -429,23 +441,4 @@ class GraphPlanner:
             budget_bytes=budget_bytes,
             lowest_peak_bytes=peak_bytes,
             composition=composition,
-        )
-
-
-def check_graph_offload(
-    offload: object, strategy: Strategy, directory: str | None = None
-) -> None:
-    """Refuse what a graph's plan cannot take for `offload`.
-
-    Raises:
-        ArgumentError: It is no bool, there is no such directory, or the strategy is
-            another than the MILP.
-    """
-    if offload not in (True, False):
-        raise ArgumentError(f"`offload` must be True or False, got {offload!r}.")
-    read_offload(offload, directory)
-    if offload and strategy != "milp":
-        raise ArgumentError(
-            f"`offload`=True needs `strategy`='milp', got {strategy!r}: the greedy"
-            " only recomputes."
         )

@@ -53,6 +53,19 @@ def read_offload(offload: object, offload_dir: object) -> str | None:
     return read_directory(offload_dir)
 
 
+def check_host_bytes(host_bytes: int | None, offload: object) -> None:
+    """Refuse a cap on what is offloaded where nothing is.
+
+    Raises:
+        ArgumentError: Says to offload.
+    """
+    if host_bytes is not None and not offload:
+        raise ArgumentError(
+            f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) caps what is"
+            " offloaded, and nothing is: pass `offload`=True, or leave it out."
+        )
+
+
 @no_collections()
 def floor(
     profile: TracedStep, *, cap: Cap | None = None, offload: bool | None = None
@@ -111,11 +124,7 @@ def make_plan(
         SolverError: The applied model's dry run does not confirm the plan.
     """
     far_state_bytes = profile.far_state_bytes
-    if host_bytes is not None and not offload and not far_state_bytes:
-        raise ArgumentError(
-            f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) caps what is"
-            " offloaded, and nothing is: pass `offload`=True, or leave it out."
-        )
+    check_host_bytes(host_bytes, offload or far_state_bytes)
     if host_bytes is not None and far_state_bytes > host_bytes:
         raise ArgumentError(
             f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) is less than the"

@@ -66,6 +66,15 @@ def _untrained(module: _Module) -> _Module:
     return fqn, kind, tuple(text.removesuffix(_FROZEN) for text in parameters)
 
 
+def parameters_of(model: Fingerprint) -> frozenset[str]:
+    """Name, shape and type of each parameter of a model, in words."""
+    return frozenset(
+        f"{fqn}.{text}".removeprefix(".")
+        for fqn, _, parameters in map(_untrained, model)
+        for text in parameters
+    )
+
+
 def frozen_names(model: Fingerprint) -> tuple[str, ...]:
     """Names of the parameters of a model that are not trained."""
     return tuple(
