@@ -429,6 +429,20 @@ def test_a_second_forward_before_backward_is_refused():
     compiled(inputs).backward()
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.* with create_graph")
+def test_a_forward_whose_backward_was_refused_waits_no_longer_once_it_is_dropped():
+    model, inputs = WithLoss(Mlp()), torch.randn(64, 8)
+    compiled = autosac.compile(model, memory_budget="1GiB")
+    loss = compiled(inputs)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        loss.backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="another one waits"):
+        compiled(inputs)
+    del loss
+
+    step(compiled, model, inputs)
+
+
 @pytest.mark.slow
 def test_calls_without_gradients_run_at_any_time():
     model, inputs = made("dropout")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ def guarded_forward(
 
     def run(args: list[Any]) -> Any:
         check()
-        if not all(storage.expired() for storage in _waiting.values()):
+        if _is_another_waiting():
+            gc.collect()  # a backward pass that fails leaves a cycle of references
+        if _is_another_waiting():
             raise RuntimeError(
                 "A forward pass under a memory budget begins while another one waits"
                 " for its backward pass; the budget would not hold for both. Compile"
@@ -57,6 +60,10 @@ def guarded_forward(
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _is_another_waiting() -> bool:
+    return not all(storage.expired() for storage in _waiting.values())
 
 
 class Outside:
