@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.sharding import Sharding
+
+# Switches of FSDP units (`FSDPModule`), and why they do not go with a plan.
+_AHEAD = (
+    "gathers parameters earlier than planned, and there is no room for them: leave it"
+    " out; FSDP2's own order is planned with."
+)
+_SWITCHES = {
+    "set_requires_gradient_sync": (
+        "as `no_sync` calls it, keeps whole gradients over micro-steps, for which the"
+        " plan has no room: leave it out, and plan with `accumulate`; every micro-step"
+        " then reduces its gradients."
+    ),
+    "set_reshard_after_forward": (
+        "changes which units free their parameters after forward, and the peak with"
+        " that: leave it out; the plan decides it."
+    ),
+    "set_reshard_after_backward": (
+        "keeps gathered parameters after backward, for which the plan has no room:"
+        " leave it out."
+    ),
+    "set_keep_unsharded_storage": (
+        "keeps the memory of gathered parameters, for which the plan has no room:"
+        " leave it out."
+    ),
+    "set_modules_to_forward_prefetch": _AHEAD,
+    "set_modules_to_backward_prefetch": _AHEAD,
+    "set_reduce_scatter_max_input_buffers": (
+        "keeps the buffers of several reductions, and the plan has room for one: leave"
+        " it out."
+    ),
+}
+_PLANNED_WITH = {
+    "set_requires_gradient_sync": True,
+    "set_reshard_after_backward": True,
+    "set_keep_unsharded_storage": False,
+}
 
 
 def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
@@ -43,24 +82,26 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
         )
 
 
-def reduce_always(model: torch.nn.Module) -> None:
-    """Refuse from now on that micro-steps of a sharded model keep whole gradients."""
-    own: Any = model
-    setting = own.set_requires_gradient_sync
+def keep_as_planned(model: torch.nn.Module) -> None:
+    """Refuse from now on switches by which FSDP units take more than is planned."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            for name in _SWITCHES.keys() & set(dir(module)):
+                setattr(module, name, partial(_switch, getattr(module, name)))
 
-    def set_requires_gradient_sync(
-        requires_gradient_sync: bool, *, recurse: bool = True
-    ) -> None:
-        if not requires_gradient_sync:
-            raise UnsupportedError(
-                "`set_requires_gradient_sync(False)`, as `no_sync` calls it, keeps"
-                " whole gradients over micro-steps, for which the plan has no room:"
-                " leave it out, and plan with `accumulate`; every micro-step then"
-                " reduces its gradients."
-            )
-        setting(requires_gradient_sync, recurse=recurse)
 
-    own.set_requires_gradient_sync = set_requires_gradient_sync
+def _switch(setting: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    """What a switch of an FSDP unit does under a plan.
+
+    Raises:
+        UnsupportedError: It would change what the unit keeps.
+    """
+    name = setting.__name__
+    value = signature(setting).bind(*args, **kwargs).args[0]
+    if value is not _PLANNED_WITH.get(name):
+        shown = value if isinstance(value, int) else "..."
+        raise UnsupportedError(f"`{name}({shown})` {_SWITCHES[name]}")
+    setting(*args, **kwargs)
 
 
 def check_mesh(

@@ -273,7 +273,7 @@ class ParallelPlan(Summarized):
         step = Step(offload_dir=self.offload_dir)
         installing.install(model, self.op_policies, step)
         fsdp_applying.shard(model, self.sharding, mesh)
-        fsdp_applying.reduce_always(model)
+        fsdp_applying.keep_as_planned(model)
         return model
 
     def part_of(self, inputs: Any, mesh: DeviceMesh) -> Inputs:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional
 
 import autosac
@@ -296,9 +297,6 @@ def test_a_plan_is_for_its_model_its_mesh_and_once(traced, lowest_bytes):
         plan.apply(model, mesh)
         with pytest.raises(ValueError, match="sharded already"):
             plan.apply(model, mesh)
-        with pytest.raises(autosac.UnsupportedError, match="plan with `accumulate`"):
-            model.set_requires_gradient_sync(False)
-        model.set_requires_gradient_sync(True)
         with torch.device("meta"):
             empty = GPT.make_model()
         plan.apply(empty, mesh)
@@ -306,6 +304,33 @@ def test_a_plan_is_for_its_model_its_mesh_and_once(traced, lowest_bytes):
         for name, parameter in empty.named_parameters():
             assert parameter.is_meta
             assert parameter.to_local().shape == shards[name].to_local().shape
+
+
+def test_no_unit_of_a_sharded_model_keeps_more_than_is_planned(traced, lowest_bytes):
+    cap = int(1.2 * lowest_bytes)
+    plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
+    with fake_group(2):
+        model = plan.apply(GPT.model(), plan.make_mesh("cpu"))
+        units = [unit for unit in model.modules() if isinstance(unit, FSDPModule)]
+        assert len(units) > 1
+        for unit in units:
+            refused = {
+                "plan with `accumulate`": lambda u: u.set_requires_gradient_sync(
+                    requires_gradient_sync=False
+                ),
+                r"set_reshard_after_forward\(False": lambda u: (
+                    u.set_reshard_after_forward(False, False)
+                ),
+                "the plan decides it": lambda u: u.set_reshard_after_forward(True),
+                "after backward": lambda u: u.set_reshard_after_backward(False),
+                "earlier": lambda u: u.set_modules_to_forward_prefetch([model]),
+                "own order": lambda u: u.set_modules_to_backward_prefetch([model]),
+            }
+            for why, call in refused.items():
+                with pytest.raises(autosac.UnsupportedError, match=why):
+                    call(unit)
+            unit.set_requires_gradient_sync(True, recurse=False)
+            unit.set_reshard_after_backward(True)
 
 
 @pytest.mark.slow
