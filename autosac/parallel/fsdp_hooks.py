@@ -113,6 +113,11 @@ class Group:
     part_bytes: tuple[int, ...]
     sum_bytes: tuple[int, ...]
 
+    @property
+    def late_bytes(self) -> int:
+        """The most that a slow thread of gloo may still hold of it."""
+        return max(self.gathered_bytes, self.reduced_bytes)
+
 
 def make_group(
     sharding: Sharding,

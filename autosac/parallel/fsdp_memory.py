@@ -165,19 +165,19 @@ class RankSimulator:
     def late_bytes(self, sharding: Sharding) -> int:
         """What a step may take beyond its peak when threads of gloo are slow.
 
-        0 on a GPU; else `late_copies` of what the largest unit reduces.
+        0 on a GPU; else `late_copies` of the largest buffer of a unit.
         """
         groups = self._shard(sharding).groups
-        largest_bytes = max(group.reduced_bytes for group in groups)
-        return self.late_copies(sharding) * largest_bytes
+        return self.late_copies(sharding) * max(group.late_bytes for group in groups)
 
     def late_copies(self, sharding: Sharding) -> int:
-        """How many units' gradients threads of gloo may hold when they are slow.
+        """How many units' buffers threads of gloo may hold when they are slow.
 
         Each of the two threads of a process group may still hold what it has just
-        reduced (`ProcessGroupGloo::runLoop`): among ranks that share parameters a copy,
-        and among replicas what is then cast, or added to earlier gradients. Otherwise
-        that is the gradients.
+        gathered or reduced (`ProcessGroupGloo::runLoop`): among ranks that share
+        parameters the gathered buffer, or a copy of the gradients, and among replicas
+        what is then cast, or added to earlier gradients. Otherwise that is the
+        gradients.
         """
         is_cast = any(
             p.gradient is not None and sharding.reduce_dtype not in (None, p.dtype)

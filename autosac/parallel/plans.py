@@ -94,7 +94,7 @@ class ParallelPlan(Summarized):
         peak_bytes: Predicted peak of the rank whose peak is highest, simulated; on a
             GPU of what PyTorch's allocator hands out.
         late_bytes: What a rank may take beyond that while slow threads of gloo still
-            hold what they have sent; 0 on a GPU. The cap holds for both together.
+            hold what they have exchanged; 0 on a GPU. The cap holds for both together.
         composition: Bytes alive at that peak per category.
         compute_ms: Predicted compute of a step without recomputation,
         recompute_ms: its recomputation,

@@ -293,8 +293,8 @@ class ShardedStage:
 
     @property
     def late_bytes(self) -> int:
-        """What slow threads of gloo may hold of what is reduced; 0 on a GPU."""
-        largest_bytes = max(group.reduced_bytes for group in self._groups)
+        """What slow threads of gloo may hold of a unit's buffers; 0 on a GPU."""
+        largest_bytes = max(group.late_bytes for group in self._groups)
         return self._ranks.late_copies(self._sharding) * largest_bytes
 
     def exchange_ms(self, cluster: ClusterSpec, inside: int) -> tuple[float, float]:

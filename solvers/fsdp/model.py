@@ -11,7 +11,7 @@ subject to  sum_m n_tm = 1,  n_tt = x_t             nearest unit                
             sum_u y_u <= 1 - x_m                    AC units around m              (5)
             G_m = sum_t gather_t n_tm, R_m and S_m likewise                        (6)
             K_m = G_m (1 - s_m), s_m <= x_m         parameters that stay           (7)
-            L >= c R_m                              copies that threads hold       (8)
+            L >= c R_m,  L >= c G_m                 buffers that threads hold      (8)
             live memory + L <= P at the rows' positions                            (9)
             e, T by (3) and (4) of `step_time`, see `time_rows`                    (10)
 
@@ -203,10 +203,13 @@ class FsdpModel:
         if not copies:
             return []
         # What a candidate holds outside of others is in one unit, whichever that is.
-        least = copies * max(self._sites.reduce) / _MIB
-        late = self.model.add_variable("late", least)
-        for reduced in self._reduced:
-            self.model += pulp_models.row([(late, 1.0), (reduced, -copies)]) >= 0
+        gather, reduce = self._sites.gather, self._sites.reduce
+        late = self.model.add_variable("late", copies * max(*gather, *reduce) / _MIB)
+        buffers = list(self._reduced)
+        if any(g > r for g, r in zip(gather, reduce, strict=True)):  # frozen
+            buffers += self._gathered
+        for nbytes in buffers:
+            self.model += pulp_models.row([(late, 1.0), (nbytes, -copies)]) >= 0
         return [(late, 1.0)]
 
     def _add_stays(self) -> None:

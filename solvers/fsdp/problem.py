@@ -19,7 +19,8 @@ are, besides what is there in any case (shards of parameters, optimizer state):
        gradients             of each parameter from `grad_from` until backward ends  (4)
     R  reduce-scatter input  from its last instant until that of the next one        (5)
     S  gradient shards       from its last instant on                                (6)
-    R  copies of the largest always: threads that send may be slow to drop them      (7)
+       copies of the largest G or R always: threads that send may be slow to drop
+                             them                                                    (7)
 
 This is how FSDP2 allocates (torch/distributed/fsdp/_fully_shard), host's order and
 collectives with one input buffer in flight; padding is in the bytes that are given.
@@ -328,7 +329,7 @@ def sharded_live(
     ends = [modules[unit].backward[1] - 1 for unit in by_end[1:]]
     for unit, end in zip(by_end, [*ends, modules[0].backward[1]], strict=True):
         add(modules[unit].backward[1] - 1, end, reduce[unit])  # (5)
-    late = problem.late_copies * max(reduce)  # (7)
+    late = problem.late_copies * max(*gather, *reduce)  # (7)
     return np.cumsum(change[:-1]) + late
 
 

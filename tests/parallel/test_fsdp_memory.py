@@ -367,6 +367,25 @@ def test_slow_threads_hold_what_the_largest_unit_reduces(traced, made_in_bf16):
     assert RankSimulator(made_in_bf16).late_copies(cast) == 4
 
 
+def test_slow_threads_hold_what_a_frozen_unit_gathers():
+    def adapted_gpt():
+        model = wide_gpt()
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        return model
+
+    ranks = RankSimulator(replace(RECIPE, make_model=adapted_gpt).profile())
+    sharding = Sharding(units=fsdp_units([*BLOCKS, "head"]), shard_degree=2)
+    whole = replace(sharding, units=fsdp_units([]))
+    parameters = wide_gpt().parameters()
+    numel = sum(p[0].numel() * (len(p) + len(p) % 2) for p in parameters)
+    trained = max(group.reduced_bytes for group in ranks.groups(sharding))
+
+    # All is gathered into one buffer, of which the head alone is reduced.
+    assert ranks.late_bytes(whole) == 2 * 4 * numel
+    assert ranks.late_bytes(sharding) > 2 * trained
+
+
 # --- refusals -------------------------------------------------------------------
 
 

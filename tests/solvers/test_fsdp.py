@@ -137,6 +137,19 @@ def test_what_threads_may_hold_counts_everywhere():
         assert set(more.tolist()) == {2 * largest * MIB}
 
 
+def test_of_frozen_units_threads_may_hold_what_is_gathered():
+    problem = replace(_two_units(), late_copies=2)
+    root, a, b = problem.modules
+    frozen = replace(b, grad_bytes=0, reduce_bytes=0)
+    in_time = replace(problem, modules=(root, a, frozen), late_copies=0)
+    # The frozen part gathers 3 MiB, and the most that is reduced are 2.
+    late = replace(in_time, late_copies=2)
+
+    more = fsdp.live(late, BOTH) - fsdp.live(in_time, BOTH)
+    assert set(more.tolist()) == {2 * 3 * MIB}
+    _check(late, solve(late))
+
+
 def test_a_smaller_largest_unit_is_worth_its_latency_if_threads_are_slow():
     # All in one unit peaks at 22 MiB without and at 34 with twice what it reduces; with
     # part b, half of all, in one of its own, these are 20 and 26.
