@@ -43,6 +43,27 @@ def parse_bytes(
     return num_bytes
 
 
+def read_host_budget(value: int | str | None, *, offload: object) -> int | None:
+    """Read a cap on what lies in far memory, None for none.
+
+    Args:
+        value: What was passed for `host_budget`, as `parse_bytes` reads it.
+        offload: True or "auto" where something may lie there.
+
+    Raises:
+        ArgumentError: ``value`` is no amount of memory, or nothing is capped.
+    """
+    if value is None:
+        return None
+    host_bytes = parse_bytes(value, name="host_budget")
+    if not offload:
+        raise ArgumentError(
+            f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) caps what is"
+            " offloaded, and nothing is: pass `offload`=True, or leave it out."
+        )
+    return host_bytes
+
+
 def _parse_text(text: str, total_bytes: int | None, name: str) -> int:
     match = _TEXT.fullmatch(text)
     if match is None or (match[3] and not match[2]):  # "5iB"

@@ -236,6 +236,7 @@ def test_results_and_inputs_are_not_moved():
         ({"offload": True, "strategy": "capuchin"}, "needs `strategy`='milp'"),
         ({"offload": True, "offload_dir": "/no/such"}, "is no directory"),
         ({"offload": True, "host_budget": "much"}, "`host_budget`"),
+        ({"host_budget": "1MiB"}, "caps what is offloaded, and nothing is"),
     ],
 )
 def test_wrong_arguments_are_errors(options, message):

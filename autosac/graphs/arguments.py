@@ -9,10 +9,10 @@ from autosac.devices.links import Link
 from autosac.errors import ArgumentError
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.kinds import check_kind
-from autosac.planning.make_plan import check_host_bytes, read_offload
+from autosac.planning.make_plan import read_offload
 from autosac.planning.plans import Plan
 from autosac.profiles.fingerprints import parameters_of
-from autosac.quantities import is_positive, parse_bytes
+from autosac.quantities import is_positive
 from autosac.solving.solve_options import check_solving
 
 Strategy = Literal["milp", "capuchin"]
@@ -85,16 +85,3 @@ def check_graph_offload(
             f"`offload`=True needs `strategy`='milp', got {strategy!r}: the greedy"
             " only recomputes."
         )
-
-
-def read_host_budget(host_budget: int | str | None, *, offload: bool) -> int | None:
-    """Most bytes in far memory; None for as many as one likes.
-
-    Raises:
-        ArgumentError: It is no number of bytes, or nothing is offloaded.
-    """
-    if host_budget is None:
-        return None
-    host_bytes = parse_bytes(host_budget, name="host_budget")
-    check_host_bytes(host_bytes, offload)
-    return host_bytes

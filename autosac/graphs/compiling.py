@@ -30,13 +30,17 @@ from autosac.graphs.arguments import (
     Strategy,
     check_choice,
     check_graph_offload,
-    read_host_budget,
 )
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner
 from autosac.profiles.mistakes import check_unplanned
 from autosac.pytrees import module_tensors
-from autosac.quantities import format_bytes, parse_bytes, whole_number
+from autosac.quantities import (
+    format_bytes,
+    parse_bytes,
+    read_host_budget,
+    whole_number,
+)
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import check_solving
 from autosac.storages import storage_bytes

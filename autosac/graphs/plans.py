@@ -17,12 +17,16 @@ from autosac.graphs.arguments import (
     check_graph_offload,
     check_modules,
     check_planner,
-    read_host_budget,
 )
 from autosac.graphs.joint_graphs import JointGraph
 from autosac.graphs.reading import GraphReader
 from autosac.planning.plans import Plan
-from autosac.quantities import format_bytes, format_ms, parse_bytes
+from autosac.quantities import (
+    format_bytes,
+    format_ms,
+    parse_bytes,
+    read_host_budget,
+)
 from autosac.solvers.graph import GraphSolution, capuchin, local_search, recomputation
 from autosac.solvers.graph.moving import (
     Choice,

@@ -30,7 +30,7 @@ from autosac.parallel.racing import make_parallel_plan
 from autosac.planning.make_plan import Offload, read_offload
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import check_far_memory
-from autosac.quantities import parse_bytes
+from autosac.quantities import parse_bytes, read_host_budget
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import RELATIVE_GAP, SolveOptions, read_segments
 from autosac.step.arguments import read_fsdp_dtypes
@@ -137,9 +137,7 @@ def plan_parallel(
     )
     setting = Setting(**read_fsdp_dtypes(param_dtype, reduce_dtype))
     directory = read_offload(offload, offload_dir)
-    host_bytes = None
-    if host_budget is not None:
-        host_bytes = parse_bytes(host_budget, name="host_budget")
+    host_bytes = read_host_budget(host_budget, offload=offload)
 
     def fastest(
         profile: Profile, spec: ClusterSpec, budget_bytes: int, multiple: int

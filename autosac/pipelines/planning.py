@@ -27,7 +27,7 @@ from autosac.pipelines.stage_choosing import FarBytes
 from autosac.pipelines.stage_steps import PipelineLoss
 from autosac.planning.make_plan import Offload, read_offload
 from autosac.profiles.given import check_names
-from autosac.quantities import parse_bytes
+from autosac.quantities import read_host_budget
 from autosac.solving.solve_options import RELATIVE_GAP
 from autosac.step.arguments import check_kind, read_fsdp_dtypes
 
@@ -130,9 +130,7 @@ def plan_pipeline(
     check_names(options, plan_pipeline)
     check_kind(model)
     directory = read_offload(offload, offload_dir)
-    far = FarBytes()
-    if host_budget is not None:
-        far = FarBytes(parse_bytes(host_budget, name="host_budget"))
+    far = FarBytes(read_host_budget(host_budget, offload=offload))
     given = given_batch(model, inputs, target, loss_fn, spec, options)
     asked = AskedMesh(
         mesh=mesh,

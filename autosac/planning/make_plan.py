@@ -27,7 +27,7 @@ from autosac.profiles.mistakes import warn_of_other_formulas
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
 from autosac.profiles.traced_step import TracedStep
-from autosac.quantities import format_bytes
+from autosac.quantities import format_bytes, read_host_budget
 from autosac.solvers import sac
 from autosac.solving.incumbents import far_bytes
 from autosac.solving.rules_of_thumb import Choice
@@ -51,19 +51,6 @@ def read_offload(offload: object, offload_dir: object) -> str | None:
             f"`offload` must be True, False or 'auto', got {offload!r}."
         )
     return read_directory(offload_dir)
-
-
-def check_host_bytes(host_bytes: int | None, offload: object) -> None:
-    """Refuse a cap on what is offloaded where nothing is.
-
-    Raises:
-        ArgumentError: Says to offload.
-    """
-    if host_bytes is not None and not offload:
-        raise ArgumentError(
-            f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) caps what is"
-            " offloaded, and nothing is: pass `offload`=True, or leave it out."
-        )
 
 
 @no_collections()
@@ -124,7 +111,7 @@ def make_plan(
         SolverError: The applied model's dry run does not confirm the plan.
     """
     far_state_bytes = profile.far_state_bytes
-    check_host_bytes(host_bytes, offload or far_state_bytes)
+    read_host_budget(host_bytes, offload=offload or far_state_bytes)
     if host_bytes is not None and far_state_bytes > host_bytes:
         raise ArgumentError(
             f"`host_budget`={host_bytes} ({format_bytes(host_bytes)}) is less than the"

@@ -50,6 +50,11 @@ def budgets(step):
     return floor(step, offload=True), floor(step), free
 
 
+def test_a_cap_on_far_memory_that_nothing_uses_is_refused(step):
+    with pytest.raises(ArgumentError, match="caps what is offloaded, and nothing is"):
+        planned(step, 2**40, host_budget=5)
+
+
 @pytest.mark.slow
 def test_offload_lowers_the_floor_and_costs_no_more_above_it(step, budgets):
     low, plain_low, free = budgets

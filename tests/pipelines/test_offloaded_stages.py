@@ -262,6 +262,7 @@ def test_a_plan_offloads_where_none_fits_without(tmp_path):
         ),
         ({"offload_dir": "/no/such"}, ArgumentError, "is no directory"),
         ({"host_budget": "much"}, ArgumentError, "host_budget"),
+        ({"host_budget": 5, "offload": False}, ArgumentError, "and nothing is"),
         (
             {"device": replace(device_spec("h100"), link=None)},
             ArgumentError,
