@@ -272,11 +272,23 @@ class MeshRace(Generic[_Plan]):
         best_ms = batch_ms(self.best)
         return [
             *(
-                Lost(other.division, _dearer(other, best_ms), other)
+                Lost(
+                    other.division,
+                    _dearer(other.step_ms, other.division, best_ms),
+                    other,
+                )
                 for other in self.others
             ),
             *(
-                Lost(division, _dearer_at_least(least_ms, division, best_ms))
+                Lost(
+                    division,
+                    _dearer(
+                        least_ms / division.degree,
+                        division,
+                        best_ms,
+                        at_least=" at least",
+                    ),
+                )
                 for least_ms, division in self.slower
             ),
             *self.misfits,
@@ -289,14 +301,17 @@ def batch_ms(plan: MeshPlan) -> float:
     return plan.step_ms * plan.division.degree
 
 
-def _dearer(plan: MeshPlan, best_ms: float) -> str:
-    more = batch_ms(plan) / best_ms - 1
-    return f"a batch takes {more:.1%} more: {format_ms(plan.step_ms)} a step"
-
-
-def _dearer_at_least(least_ms: float, division: Division, best_ms: float) -> str:
-    more, step_ms = least_ms / best_ms - 1, least_ms / division.degree
-    return f"a batch takes {more:.1%} more at least: {format_ms(step_ms)} a step"
+def _dearer(
+    step_ms: float, division: Division, best_ms: float, *, at_least: str = ""
+) -> str:
+    """What a batch takes on a GPU with a division, beside the best plan's."""
+    own_ms, shared = step_ms * division.degree, ""
+    if division.degree > 1:
+        shared = f" ({division.degree} ranks share each step of {format_ms(step_ms)})"
+    return (
+        f"a batch takes {format_ms(own_ms)} of a GPU{at_least}{shared},"
+        f" {own_ms / best_ms - 1:.1%} more than the {format_ms(best_ms)} here"
+    )
 
 
 def divisions(

@@ -74,11 +74,15 @@ class Alternative:
         if self.cp_degree > 1:
             words.append(f"the sequence in parts for {self.cp_degree} ranks")
         if self.shard_degree:
-            words.append(
-                f"sharded {self.shard_degree} times with {self.replicate_degree}"
-                " replicas"
-            )
+            words.append(sharded_over(self.shard_degree))
+            number = self.replicate_degree
+            words.append(f"{number} replicas" if number > 1 else "no replicas")
         return ", ".join(words) or "each rank has its own batch"
+
+
+def sharded_over(degree: int) -> str:
+    """How many ranks share parameters, in words."""
+    return f"sharded over {degree} ranks" if degree > 1 else "not sharded"
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -332,7 +336,9 @@ class ParallelPlan(Summarized):
         """Mesh, budget, peak, time, and the units of both kinds."""
         shape = " x ".join(map(str, self.mesh_shape))
         exposed_ms = self.exposed_forward_ms + self.exposed_backward_ms
-        late = contention = ""
+        late = contention = together = ""
+        if self.division.degree > 1:
+            together = f" of one batch for every {self.division.degree} ranks"
         if self.contention_ms:
             contention = f", {format_ms(self.contention_ms)} contention with the rest"
         if self.late_bytes:
@@ -344,7 +350,8 @@ class ParallelPlan(Summarized):
             ("peak", f"{format_bytes(self.peak_bytes)} predicted{late}"),
             (
                 "time",
-                f"{format_ms(self.step_ms)} a step: {format_ms(self.compute_ms)}"
+                f"{format_ms(self.step_ms)} a step{together}:"
+                f" {format_ms(self.compute_ms)}"
                 f" compute, {format_ms(self.recompute_ms)} recomputation,"
                 f" {format_ms(exposed_ms)} exposed communication" + contention,
             ),

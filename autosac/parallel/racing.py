@@ -11,7 +11,7 @@ import torch
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fewest import fewest_gpus
-from autosac.parallel.plans import Alternative, ParallelPlan
+from autosac.parallel.plans import Alternative, ParallelPlan, sharded_over
 from autosac.parallel.solving import Degree, ParallelChooser, Search, SimulatedChoice
 from autosac.planning.choices import policy_ratios
 from autosac.planning.spelling import spell_out
@@ -243,9 +243,9 @@ def _infeasible(race: _Race, degrees: Sequence[int]) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(
         f"No plan fits `memory_budget`={budget_bytes} ({format_bytes(budget_bytes)}) on"
         f" {race.spec.num_gpus} GPUs: the lowest peak of a rank is {lowest_bytes}"
-        f" bytes ({format_bytes(lowest_bytes)}) with parameters sharded"
-        f" {degree} times, made of {format_parts(composition)}. Raise the budget to"
-        f" that; {advice}",
+        f" bytes ({format_bytes(lowest_bytes)}) with parameters"
+        f" {sharded_over(degree)}, made of {format_parts(composition)}. Raise the"
+        f" budget to that; {advice}",
         budget_bytes=budget_bytes,
         lowest_peak_bytes=lowest_bytes,
         composition=composition,

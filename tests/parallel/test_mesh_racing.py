@@ -12,6 +12,7 @@ import autosac
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.formulating import Setting
 from autosac.parallel.mesh_racing import MeshRace, batch_ms
+from autosac.parallel.plans import Alternative
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import fake_ranks, rank_profile
 from autosac.profiles.compute_dtype import in_compute_dtype
@@ -58,8 +59,33 @@ def test_the_cheapest_batch_wins_whatever_the_bounds(times):
         if lost.division.degree not in planned:
             assert own_ms - lacks_ms >= best_ms
             more = (own_ms - lacks_ms) / best_ms - 1
-            assert f"{more:.1%} more at least" in lost.reason
+            assert f", {more:.1%} more than" in lost.reason
     assert len(race.lost()) == 3
+
+
+def test_what_lost_is_said_by_what_a_batch_takes_not_by_its_shared_step():
+    # Steps of four ranks take less time, and they train on one batch together.
+    race = MeshRace(
+        lambda tensor: Planned(113.0, tensor), lambda tensor: 47.125 * tensor.degree
+    )
+    race.run(mlp(), (1, 4), STYLES, False)
+    assert race.best.division.degree == 1
+    assert [lost.reason for lost in race.lost()] == [
+        "a batch takes 188 ms of a GPU at least (4 ranks share each step of 47.1 ms),"
+        " 66.8% more than the 113 ms here"
+    ]
+
+
+def test_shards_and_replicas_are_said_in_plain_words():
+    of_16 = [
+        Alternative(shard_degree=n, replicate_degree=16 // n, reason="")
+        for n in (16, 4, 1)
+    ]
+    assert list(map(str, of_16)) == [
+        "sharded over 16 ranks, no replicas",
+        "sharded over 4 ranks, 4 replicas",
+        "not sharded, 16 replicas",
+    ]
 
 
 @pytest.mark.slow_but_fifth

@@ -376,6 +376,7 @@ def test_less_memory_is_what_division_is_for(profile):
         cpu_plan(profile, least_bytes - 1, mesh={"tp": 2})
     plan = cpu_plan(profile, least_bytes, mesh={"tp": None})
     assert plan.tensor.degree == 2
+    assert "a step of one batch for every 2 ranks: " in str(plan)
     assert plan.highest_peak_bytes <= least_bytes
     assert plan.mesh_dim_names == ("shard", "tp")
     assert plan.num_gpus == 4
