@@ -130,6 +130,7 @@ class _Race:
             if choice.highest_peak_bytes > self.budget_bytes:
                 self.least = _lower(choice, self.least)
                 return f"its least peak is {format_bytes(choice.highest_peak_bytes)}"
+            choice = search.with_bound(choice)
         if best is None:
             self.best = choice
             return ""

@@ -46,7 +46,7 @@ class SimulatedChoice:
         room_bytes: and what the steps that come may, where sizes vary.
         step: Step time, played event by event.
         milp_ms: As the MILP sees it,
-        bound_ms: and its bound, 0 if there is none.
+        bound_ms: and its bound, 0 before a search gave it one.
     """
 
     choice: FsdpChoice
@@ -310,7 +310,19 @@ class Search:
                 break
             self._offer(self.at.simulated(choice))
         if self.best is not None:
-            self.best = replace(self.best, bound_ms=self.bound_ms)
+            self.best = self.with_bound(self.best)
+
+    def with_bound(self, choice: SimulatedChoice) -> SimulatedChoice:
+        """A choice that fits, with the bound of the solves.
+
+        Where these found none, at budgets that hardly anything fits, it is that of the
+        relaxation; and where that finds nothing either, the compute of the step.
+        """
+        bound_ms = self.bound_ms
+        if not bound_ms:
+            relaxed_ms = self.at.lower_bound(self.budget_bytes, self.options, self)
+            bound_ms = relaxed_ms or sum(self.at.problem.compute_ms)
+        return replace(choice, bound_ms=bound_ms)
 
     def _solve(self, raised: IntArray) -> FsdpSolution:
         problem = self.at.problem.with_budget(self.budget_bytes)

@@ -24,8 +24,9 @@ from autosac.parallel.solving import ParallelChooser
 from autosac.simulation.varied_simulator import VariedSimulator, peaks_of_variants
 from autosac.solvers import fsdp
 from autosac.solvers.curves import knapsack
-from autosac.solvers.fsdp import FsdpChoice
+from autosac.solvers.fsdp import FsdpChoice, FsdpSolution
 from autosac.solvers.fsdp.step_time import linear
+from autosac.solvers.milp.solution import Termination
 from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import policy_of, save_problem
 from autosac.units.far_units import FarUnit
@@ -220,6 +221,24 @@ def test_an_impossible_cap_says_the_least_peak_and_how_many_gpus_are_enough(
     assert f"{enough} GPUs" in str(error)
     with pytest.raises(autosac.InfeasibleBudgetError, match="more GPUs would not"):
         autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget="1MiB")
+
+
+def test_a_plan_that_no_solve_finds_is_not_said_to_be_all_avoidable(
+    chooser, lowest_bytes, monkeypatch
+):
+    # At a budget that hardly anything fits, the MILP may overstate the best choice.
+    nothing = FsdpSolution(termination=Termination.INFEASIBLE)
+    monkeypatch.setattr(fsdp, "solve", lambda *_, **__: nothing)
+    at = chooser.at(on_cpu(2), 2)
+    least = at.search(lowest_bytes, SolveOptions()).best
+    compute_ms = sum(at.problem.compute_ms)
+    assert compute_ms < least.bound_ms <= least.milp_ms
+
+    plan = make_parallel_plan(chooser, on_cpu(2), lowest_bytes, degrees=[2])
+    assert plan.bound_ms == least.bound_ms
+
+    monkeypatch.setattr(type(at), "lower_bound", lambda *_: None)
+    assert at.search(lowest_bytes, SolveOptions()).best.bound_ms == compute_ms
 
 
 def test_the_fewest_gpus_have_a_plan_and_one_step_fewer_have_none(traced, lowest_bytes):
