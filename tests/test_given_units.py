@@ -239,7 +239,7 @@ def test_more_segments_never_take_a_parallel_step_longer(profile):
     ("given", "match"),
     [
         ({"fsdp_units": ["blocks.0.attention.dropout"]}, "a unit without parameters"),
-        ({"fsdp_units": ["blocks"]}, "whose memory as an FSDP unit is not modelled"),
+        ({"fsdp_units": ["blocks"]}, "not modelled: FSDP unit `blocks` is never calle"),
         ({"ac_units": ["blocks.0.norm1"]}, "None of the modules in `ac_units`"),
         ({"ac_units": ["x"]}, "`ac_units` has 'x'"),
     ],

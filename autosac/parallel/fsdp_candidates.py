@@ -60,23 +60,19 @@ def find_candidates(
     """
     tape = schedule.tape
     looks = _looks(tape)
-    hooks = {0: _hooks(schedule, 0, param_dtype)}
-    if hooks[0] is None or hooks[0].pre_backward is None:
+    try:
+        hooks = {0: _hooks(schedule, 0, param_dtype)}
+    except UnsupportedError as error:
         raise UnsupportedError(
             "The model's own forward is not called once in the step, or its output gets"
             " no gradient; call the model itself and give a loss of its output."
-        )
-    for module in {*_wanted(tape, looks), *(given or ())}:
-        module_hooks = _hooks(schedule, module, param_dtype)
-        if module_hooks is not None and module_hooks.pre_backward is not None:
-            hooks[module] = module_hooks
-        elif given and module in given:
-            raise UnsupportedError(
-                f"`fsdp_units` names `{tape.modules[module].fqn}`, whose memory as an"
-                " FSDP unit is not modelled: name modules that are called once a step"
-                " by the model, with tensors that are no others' arguments, get a"
-                " gradient, and have no module in them that others call."
-            )
+        ) from error
+    for module in sorted({*_wanted(tape, looks), *(given or ())}):
+        try:
+            hooks[module] = _hooks(schedule, module, param_dtype)
+        except UnsupportedError as error:
+            if given and module in given:
+                raise _not_modelled(tape, module, given, error) from error
     modules = sorted(hooks)
     places = {module: place for place, module in enumerate(modules)}
     parents: list[int | None] = [None]
@@ -91,7 +87,7 @@ def find_candidates(
             fqn=tape.modules[module].fqn,
             module=module,
             parent=parent,
-            hooks=hooks[module],  # type: ignore[arg-type]
+            hooks=hooks[module],
             parameters=tuple(owned[place]),
             can_be_unit=place not in barred,
             kind=kinds.setdefault(looks[module], len(kinds))
@@ -102,16 +98,43 @@ def find_candidates(
     ]
 
 
-def _hooks(schedule: Schedule, module: int, param_dtype: str | None) -> Hooks | None:
-    """Hooks of a module, None if FSDP2's memory with it as a unit is not modelled."""
-    try:
-        call, hooks = schedule.call(module), schedule.hooks(module)
-    except UnsupportedError:
-        return None
+def _hooks(schedule: Schedule, module: int, param_dtype: str | None) -> Hooks:
+    """Hooks of a module.
+
+    Raises:
+        UnsupportedError: FSDP2's memory with it as a unit is not modelled; says why.
+    """
+    call, hooks = schedule.call(module), schedule.hooks(module)
+    unit = f"FSDP unit `{schedule.tape.modules[module].fqn}`"
     if call is None or hooks is None:
-        return None
-    is_cast = param_dtype and any(d != param_dtype for d in call.input_dtypes)
-    return None if is_cast and module else hooks
+        raise UnsupportedError(f"{unit} is never called itself; name what is.")
+    for dtype in call.input_dtypes if param_dtype and module else ():
+        if dtype != param_dtype:
+            raise UnsupportedError(
+                f"{unit} gets arguments of {dtype}, which FSDP2 would cast to"
+                f" {param_dtype}; cast them in the model."
+            )
+    if hooks.pre_backward is None:
+        raise UnsupportedError(f"{unit} takes no part in backward.")
+    return hooks
+
+
+def _not_modelled(
+    tape: Tape, module: int, given: Collection[int], error: UnsupportedError
+) -> UnsupportedError:
+    """Says why a module that is given cannot be a unit."""
+    around = next((m for m in tape.modules.ancestors(module) if m in given), None)
+    pattern = ""
+    if around is not None:
+        pattern = (
+            f" It lies in `{tape.modules[around].fqn}`, which is named as well: a"
+            " pattern such as 'blocks.*' stands for all modules inside blocks, too, and"
+            " the class of the blocks for them alone."
+        )
+    return UnsupportedError(
+        f"`fsdp_units` names `{tape.modules[module].fqn}`, whose memory as an FSDP unit"
+        f" is not modelled: {error}{pattern}"
+    )
 
 
 def _looks(tape: Tape) -> dict[int, Hashable]:

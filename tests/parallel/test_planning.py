@@ -399,6 +399,26 @@ def test_what_has_a_module_that_others_call_too_is_no_fsdp_unit():
         plan_gated(model, fsdp_units=["0"])
 
 
+class DropsTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map, self.drop = nn.Linear(8, 8), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(self.map(self.drop(x)))
+
+
+def test_a_module_that_cannot_be_an_fsdp_unit_is_named_with_its_own_reason():
+    model = nn.Sequential(nn.Sequential(DropsTwice(), DropsTwice()), nn.Linear(8, 8))
+    why = (
+        r"names `0.0.drop`.* called 2 times .* lies in `0.0`.* the class of the blocks"
+    )
+    with pytest.raises(autosac.UnsupportedError, match=why):
+        plan_gated(model, fsdp_units=["0.*"])
+    units = plan_gated(model, fsdp_units=DropsTwice).sharding.units
+    assert [unit.fqn for unit in units] == ["", "0.0", "0.1"]
+
+
 def test_scalars_are_refused_as_fully_shard_does_not_take_them():
     model = nn.Sequential(Gated(nn.GELU(), ()), Gated(nn.GELU(), ()))
     with pytest.raises(autosac.UnsupportedError, match=r"`0.factor` is a scalar"):
