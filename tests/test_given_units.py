@@ -170,6 +170,7 @@ def test_a_chain_or_a_slice_is_left_only_if_all_of_it_is_given():
         ({"ac_units": [nn.Conv2d]}, "`ac_units` has 'Conv2d', which stands for no"),
         ({"ac_units": ["head"]}, "None of the modules in `ac_units` can be an AC"),
         ({"fsdp_units": [1]}, "`fsdp_units` has 1, which is no name"),
+        ({"ac_units": [nn.Sequential(nn.ReLU())]}, "has a Sequential, which is no nam"),
         ({"world_size": 8}, "`world_size` is for statistics"),
     ],
 )

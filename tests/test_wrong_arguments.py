@@ -205,6 +205,12 @@ def test_in_place_of_a_plan_its_step_is_named(model, ask):
     assert ask(plan.traced)
 
 
+def test_a_limit_in_seconds_may_be_0_and_says_so():
+    assert SolveOptions(time_limit_s=0).time_limit_s == 0
+    with pytest.raises(ArgumentError, match=r"of seconds, 0 or more, .*, got -3"):
+        SolveOptions(time_limit_s=-3)
+
+
 def test_numbers_that_are_meant_are_taken():
     assert SolveOptions(relative_gap=0, time_limit_s=float("inf")).relative_gap == 0
     assert cluster_spec("hgx-h100", num_gpus=16).num_nodes == 2

@@ -27,7 +27,7 @@ from autosac.parallel.mesh_racing import (
     read_dimensions,
 )
 from autosac.parallel.plans import Alternative, ParallelPlan
-from autosac.parallel.racing import LATE, shard_degrees
+from autosac.parallel.racing import LATE, read_shard_degrees, shard_degrees
 from autosac.parallel.tp_tracing import draws, exchange_ms, late_bytes, rank_profile
 from autosac.profiles.profile import Profile
 from autosac.quantities import format_bytes, format_parts
@@ -106,7 +106,10 @@ def multiples(
     """
     if number == 1:
         return degrees
-    asked = shard_degrees(spec) if degrees is None else degrees
+    if degrees is None:
+        asked = shard_degrees(spec)
+    else:
+        asked = read_shard_degrees(degrees, spec)
     own = [degree for degree in asked if degree % number == 0]
     if not own:
         raise ArgumentError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from autosac.parallel.plans import Alternative, ParallelPlan, sharded_over
 from autosac.parallel.solving import Degree, ParallelChooser, Search, SimulatedChoice
 from autosac.planning.choices import policy_ratios
 from autosac.planning.spelling import spell_out
-from autosac.quantities import format_bytes, format_ms, format_parts
+from autosac.quantities import format_bytes, format_ms, format_parts, is_whole
 from autosac.solving.incumbents import far_bytes
 from autosac.solving.solve_options import SolveOptions
 from autosac.tracing.collecting import no_collections
@@ -39,6 +40,28 @@ def shard_degrees(spec: ClusterSpec) -> list[int]:
     return degrees[::-1]
 
 
+def read_shard_degrees(degrees: Any, spec: ClusterSpec) -> list[int]:
+    """Sharding degrees that a user asks for.
+
+    Raises:
+        ArgumentError: There are none, or one does not fit the cluster.
+    """
+    if not isinstance(degrees, Collection) or not len(degrees):
+        raise ArgumentError(
+            "`degrees` must be a list of at least one sharding degree, got"
+            f" {degrees!r}."
+        )
+    fitting = shard_degrees(spec)
+    for degree in degrees:
+        if not is_whole(degree) or degree not in fitting:
+            raise ArgumentError(
+                f"`degrees` has {degree!r}, which must be one of"
+                f" {', '.join(map(str, fitting[::-1]))} on {spec.num_gpus} GPUs in"
+                f" nodes of {spec.gpus_per_node}; None tries all of these."
+            )
+    return [int(degree) for degree in degrees]  # of an array, too
+
+
 @no_collections()
 def make_parallel_plan(
     chooser: ParallelChooser,
@@ -57,14 +80,7 @@ def make_parallel_plan(
         ValueError: A degree does not fit the cluster.
     """
     if degrees is not None:
-        if not isinstance(degrees, Collection) or not len(degrees):
-            raise ArgumentError(
-                "`degrees` must be a list of at least one sharding degree, got"
-                f" {degrees!r}."
-            )
-        for degree in degrees:
-            spec.shard_group(degree)
-        degrees = [int(degree) for degree in degrees]  # of an array, too
+        degrees = read_shard_degrees(degrees, spec)
     if chooser.plain is not None:
         with suppress(InfeasibleBudgetError):
             make_parallel_plan(

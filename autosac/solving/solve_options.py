@@ -59,8 +59,8 @@ def check_solving(
         )
     if not (time_limit_s is None or time_limit_s == 0 or is_positive(time_limit_s)):
         raise ArgumentError(
-            "`time_limit_s` must be a number of seconds, or None for a limit on work"
-            f" alone, got {time_limit_s!r}."
+            "`time_limit_s` must be a number of seconds, 0 or more, or None for a limit"
+            f" on work alone, got {time_limit_s!r}."
         )
 
 

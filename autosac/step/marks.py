@@ -46,8 +46,11 @@ def marked(
             own = {i for fqn, i in tree.index.items() if _is_named(fqn, mark)}
             own = own or _layers(mark, tree)
         else:
+            is_plain = mark is None or isinstance(mark, (int, float))
+            shown = repr(mark) if is_plain else f"a {type(mark).__name__}"
             raise ArgumentError(
-                f"`{name}` has {mark!r}, which is no name, pattern or class of modules."
+                f"`{name}` has {shown}, which is no name, pattern or class of modules;"
+                " names are those of `model.named_modules()`."
             )
         if inside:
             own.discard(0)

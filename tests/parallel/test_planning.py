@@ -17,6 +17,7 @@ from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
 from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import ParallelFormulation, Setting
+from autosac.parallel.meshes import multiples
 from autosac.parallel.preparing import chooser_of
 from autosac.parallel.racing import make_parallel_plan, shard_degrees
 from autosac.parallel.sharding import Sharding, fsdp_units
@@ -206,6 +207,15 @@ def test_two_replicas_of_a_giant_embedding_need_less_than_two_shards():
     assert fewest_gpus(chooser, on_cpu(2), floors[0]) == 1
     slow = "held by slow threads of gloo"
     assert slow not in caught.value.composition
+
+
+@pytest.mark.parametrize("degree", [3, "2", 2.0, True, None])
+def test_a_degree_that_does_not_fit_is_named_with_those_that_do(chooser, degree):
+    why = rf"`degrees` has {degree!r}, which must be one of 1, 2, 4 on 4 GPUs"
+    with pytest.raises(autosac.ArgumentError, match=why):
+        make_parallel_plan(chooser, on_cpu(4), 2**40, degrees=[4, degree])
+    with pytest.raises(autosac.ArgumentError, match=why):
+        multiples([degree], 2, on_cpu(4))
 
 
 def test_an_impossible_cap_says_the_least_peak_and_how_many_gpus_are_enough(
