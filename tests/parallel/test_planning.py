@@ -462,7 +462,7 @@ def test_shared_parameters_stay_in_one_unit_and_names_of_dtypes_are_checked():
             param_dtype="float12",
             reduce_dtype="float12",
         )
-    with pytest.raises(ValueError, match="divide"):
+    with pytest.raises(ValueError, match="`degrees` has 3"):
         autosac.plan_parallel(
             Tied(), inputs, cluster=on_cpu(2), memory_budget="1GiB", degrees=[3]
         )
