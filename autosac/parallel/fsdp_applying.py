@@ -21,8 +21,8 @@ _AHEAD = (
 )
 _SWITCHES = {
     "set_requires_gradient_sync": (
-        "as `no_sync` calls it, keeps whole gradients over micro-steps, for which the"
-        " plan has no room: leave it out, and plan with `accumulate`; every micro-step"
+        "keeps whole gradients over micro-steps, as `no_sync` does, and the plan has no"
+        " room for them: leave it out, and plan with `accumulate`; every micro-step"
         " then reduces its gradients."
     ),
     "set_reshard_after_forward": (
