@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 import torch
 
-from autosac import _compat, _compat_dispatch
-from autosac._compat_distributed import WAITS, are_distributed
+from autosac import _compat_dispatch
 from autosac.checkpointing.ambient_state import thread
 from autosac.checkpointing.installing import CountedForward, install, remove
+from autosac.checkpointing.opening_ops import Opening
 from autosac.checkpointing.optimizer_states import OptimizerStates
 from autosac.checkpointing.reached_memory import ReachedMemory
 from autosac.checkpointing.running_step import Step
@@ -31,7 +31,6 @@ from autosac.step.batch_signatures import (
     positional_names,
     signature_of,
 )
-from autosac.tracing.real_steps import is_mark
 from autosac.units.policies import OpPolicy
 
 _StandIns = dict[torch.nn.Module, StandIn]
@@ -133,7 +132,7 @@ class Variants:
         self.is_step = self.by_hand = False
         self.said: set[str] = set()
         self.said_bytes = 0
-        self._opening: _Opening | None = None
+        self._opening: Opening | None = None
 
     @property
     def is_running(self) -> bool:
@@ -181,7 +180,7 @@ class Variants:
         self.current = numbers[0]
         if len(numbers) > 1:
             openings = {number: self.plans[number].opening for number in numbers}
-            self._opening = _Opening(openings)
+            self._opening = Opening(openings)
             self._opening.__enter__()
 
     def settle(self, numbers: Container[int]) -> int:
@@ -199,46 +198,6 @@ class Variants:
         if self._opening is not None:
             self._opening.__exit__(None, None, None)
             self._opening = None
-
-
-class _Opening(_compat.PlainDispatchMode):
-    """Compares the first ops of a step with those of several plans.
-
-    Args:
-        openings: Number of a plan -> its `Planned.opening`.
-
-    Attributes:
-        left: Numbers of the plans whose ops ran so far.
-        depth: How many modes there were before this one.
-    """
-
-    def __init__(self, openings: Mapping[int, tuple[str, ...]]) -> None:
-        super().__init__()
-        self.openings = openings
-        self.left = list(openings)
-        self.depth = _compat_dispatch.num_modes()
-        self._place = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if types and are_distributed(types):
-            return NotImplemented
-        if len(self.left) > 1 and id(func) not in _compat.IGNORED_IDS:
-            name = _compat.op_name(func)
-            if not is_mark(name) and name not in WAITS:
-                self.see(name)
-        return func(*args, **(kwargs or {}))
-
-    def see(self, name: str) -> None:
-        """Keep the plans that expect this op next, or a unit's begin ('')."""
-        if len(self.left) == 1:
-            return
-        here = slice(self._place, self._place + 1)
-        left = [n for n in self.left if self.openings[n][here] == (name,)]
-        self._place += 1
-        # What no plan expects tells nothing; units will look for themselves.
-        self.left = left or self.left[:1]
 
 
 class VariedForward(StandIn):

@@ -11,7 +11,6 @@ import torch
 from autosac.errors import (
     ArgumentError,
     AutosacError,
-    TraceError,
     UnsupportedError,
 )
 from autosac.parallel.clusters import ClusterSpec
@@ -37,6 +36,7 @@ from autosac.parallel.tp_styles import WHOLE
 from autosac.parallel.tp_tracing import fake_ranks
 from autosac.pipelines.asked_schedules import (
     check_cut,
+    cut_of,
     numbers_of,
     schedules_of,
     several,
@@ -182,7 +182,7 @@ class AskedMesh:
             self.stage_numbers,
         )
         check_cut(num_rows, candidates)
-        cut, failed = _cut(replace(given, parallel=parallel), num_rows, candidates)
+        cut, failed = cut_of(replace(given, parallel=parallel), num_rows, candidates)
         asked = _Asked(
             micro_batches=cut,
             schedules=tuple(c for c in candidates if c.num_micro_batches in cut),
@@ -286,38 +286,6 @@ class AskedMesh:
             return parallel, parts
         parts = tuple(n for n in parts if parallel.degree * n > 1)
         return _in_types(parallel, parts, self.param_dtype, self.reduce_dtype), parts
-
-
-def _cut(
-    given: MicroBatch, num_rows: int, schedules: Sequence[Schedule]
-) -> tuple[dict[int, MicroBatch], dict[int, TraceError]]:
-    """The micro-batches of so many rows by their numbers, the smallest ones first.
-
-    And why those fail that are too small, as for batch norm.
-
-    Raises:
-        TraceError: All fail.
-    """
-    numbers = sorted({one.num_micro_batches for one in schedules}, reverse=True)
-    sizes = {number: num_rows // number for number in numbers}
-    micro_batches: dict[int, MicroBatch] = {}
-    failed: dict[int, TraceError] = {}
-    for number, size in sizes.items():
-        own = replace(
-            given,
-            inputs=rows_of(given.inputs, size),
-            target=rows_of(given.target, size),
-            undivided=next(iter(micro_batches.values()), None),
-        )
-        try:
-            if not micro_batches:  # larger ones run as well
-                assert own.chain
-            micro_batches[number] = own
-        except TraceError as error:
-            failed[number] = error
-    if not micro_batches:
-        raise failed[numbers[-1]]
-    return micro_batches, failed
 
 
 def _is_open(mesh: Mapping[str, int | None] | None) -> bool:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
-from autosac.errors import ArgumentError
+from autosac.errors import ArgumentError, TraceError
+from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.schedules import INTERLEAVED, Schedule, can_have
 
 
@@ -90,3 +92,35 @@ def check_cut(num_rows: int, schedules: Sequence[Schedule]) -> None:
                 f"A batch of {num_rows} rows is not shared evenly by"
                 f" {schedule.num_micro_batches} micro-batches; use another number."
             )
+
+
+def cut_of(
+    given: MicroBatch, num_rows: int, schedules: Sequence[Schedule]
+) -> tuple[dict[int, MicroBatch], dict[int, TraceError]]:
+    """The micro-batches of so many rows by their numbers, the smallest ones first.
+
+    And why those fail that are too small, as for batch norm.
+
+    Raises:
+        TraceError: All fail.
+    """
+    numbers = sorted({one.num_micro_batches for one in schedules}, reverse=True)
+    sizes = {number: num_rows // number for number in numbers}
+    micro_batches: dict[int, MicroBatch] = {}
+    failed: dict[int, TraceError] = {}
+    for number, size in sizes.items():
+        own = replace(
+            given,
+            inputs=rows_of(given.inputs, size),
+            target=rows_of(given.target, size),
+            undivided=next(iter(micro_batches.values()), None),
+        )
+        try:
+            if not micro_batches:  # larger ones run as well
+                assert own.chain
+            micro_batches[number] = own
+        except TraceError as error:
+            failed[number] = error
+    if not micro_batches:
+        raise failed[numbers[-1]]
+    return micro_batches, failed
