@@ -131,6 +131,29 @@ def test_all_that_is_alive_while_a_model_runs_is_predicted(kind):
         assert gradient is parameter.grad is None or gradient.equal(parameter.grad)
 
 
+def second_step(model, inputs, *, are_dropped):
+    """The plan after a first step, which a second one leaves, and the peak of that."""
+    compiled = autosac.compile(model, memory_budget="1GiB")
+
+    def run():
+        outputs = compiled(inputs)
+        loss = outputs[0]
+        if are_dropped:
+            del outputs
+        loss.backward()
+
+    run()
+    (plan,) = autosac.compiled_plans(compiled)
+    model.zero_grad()
+    _, peak = measure_peak(
+        run,
+        device="cpu",
+        persistent_bytes=storage_bytes([*module_tensors(model), inputs]),
+    )
+    assert autosac.compiled_plans(compiled) == (plan,)
+    return plan, peak
+
+
 class ReturnsMore(nn.Module):
     """Returns its loss, with what it is made of, and something else."""
 
@@ -149,23 +172,7 @@ class ReturnsMore(nn.Module):
 def test_outputs_and_their_gradients_count_as_long_as_a_step_holds_them(are_dropped):
     torch.manual_seed(0)
     model, inputs = ReturnsMore(), torch.randn(64, 16)
-    compiled = autosac.compile(model, memory_budget="1GiB")
-
-    def run():
-        outputs = compiled(inputs)
-        loss = outputs[0]
-        if are_dropped:
-            del outputs
-        loss.backward()
-
-    run()
-    (plan,) = autosac.compiled_plans(compiled)
-    model.zero_grad()
-    _, peak = measure_peak(
-        run,
-        device="cpu",
-        persistent_bytes=storage_bytes([*module_tensors(model), inputs]),
-    )
+    plan, peak = second_step(model, inputs, are_dropped=are_dropped)
     assert peak == plan.peak_bytes == plan.graph.peak_bytes
 
 
@@ -189,23 +196,7 @@ def test_a_view_of_what_backward_reads_counts_as_long_as_a_step_holds_it(
 ):
     torch.manual_seed(0)
     model, inputs = ReturnsView(view), torch.randn(256, 16)
-    compiled = autosac.compile(model, memory_budget="1GiB")
-
-    def run():
-        outputs = compiled(inputs)
-        loss = outputs[0]
-        if are_dropped:
-            del outputs
-        loss.backward()
-
-    run()
-    model.zero_grad()
-    _, peak = measure_peak(
-        run,
-        device="cpu",
-        persistent_bytes=storage_bytes([*module_tensors(model), inputs]),
-    )
-    (plan,) = autosac.compiled_plans(compiled)
+    plan, peak = second_step(model, inputs, are_dropped=are_dropped)
     assert peak == plan.peak_bytes
 
 

@@ -3,6 +3,7 @@
 import os
 import stat
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,21 @@ def test_a_file_keeps_its_mode(tmp_path):
 
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert os.listdir(tmp_path) == ["private"]
+
+
+def test_nobody_else_reads_a_private_file_before_it_is_whole(tmp_path, monkeypatch):
+    path, modes = tmp_path / "private", []
+    path.touch(0o600)
+    write = Path.write_text
+
+    def note(part, *args, **kwargs):
+        modes.append(stat.S_IMODE(part.stat().st_mode))
+        return write(part, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "write_text", note)
+    write_whole(path, "new")
+
+    assert modes == [0o600]
 
 
 def test_a_pipe_is_written_to(tmp_path):

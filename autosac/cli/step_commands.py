@@ -297,14 +297,15 @@ def verify(
         optimizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by their model
 
         def make_model() -> Any:
-            made = step.parts()
-            optimizers[made["model"]] = made.get("optimizer")
-            return made["model"]
+            own = step.parts()
+            optimizers[own["model"]] = own.get("optimizer")
+            return own["model"]
 
         def make_optimizer(built: Any) -> Any:
-            made = optimizers[built]
-            is_made = cli.models.is_optimizer(made)
-            return made if is_made else made(built.parameters())
+            maker = optimizers[built]
+            if cli.models.is_optimizer(maker):
+                return maker
+            return maker(built.parameters())
 
         verification = autosac.verify(
             loaded,

@@ -12,8 +12,7 @@ from autosac.kinds import check_kind
 from autosac.planning.make_plan import read_offload
 from autosac.planning.plans import Plan
 from autosac.profiles.fingerprints import parameters_of
-from autosac.quantities import is_positive
-from autosac.solving.solve_options import check_solving
+from autosac.solving.solve_options import check_limit, check_solving
 
 Strategy = Literal["milp", "capuchin"]
 
@@ -40,11 +39,7 @@ def check_planner(
     wanted = "a graph, as `autosac.joint_graph(model, inputs)` returns it"
     check_kind(joint, JointGraph, name="joint", wanted=wanted)
     check_solving(backend, 0.0)
-    if not (floor_limit_s in (None, 0) or is_positive(floor_limit_s)):
-        raise ArgumentError(
-            "`floor_limit_s` must be a number of seconds, or None for a limit on work"
-            f" alone, got {floor_limit_s!r}."
-        )
+    check_limit(floor_limit_s, name="floor_limit_s")
     if link is not None:
         check_kind(link, Link, name="link", wanted="a `Link`, or None for a disk's")
 

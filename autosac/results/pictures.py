@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Iterable, Mapping, Sequence
 from reprlib import repr as shortened
 from typing import Any
@@ -48,16 +47,19 @@ def _check_points(name: str, points: Any) -> None:
     """Complain of a rival's points that are no pairs of bytes and ms."""
     is_several = isinstance(points, Iterable) and not isinstance(points, str)
     for point in points if is_several else [points]:
-        pair = tuple(point) if isinstance(point, (tuple, list)) else ()
-        if len(pair) != 2 or not all(map(_is_number, pair)):
+        if not _is_pair(point):
             raise ArgumentError(
                 f"Points of rival {name!r} must be pairs of a budget in bytes and ms of"
                 f" recomputation, as `[(2**30, 12.5)]`, got {shortened(point)}."
             )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+def _is_pair(point: Any) -> bool:
+    """Whether it is two finite numbers; rows of arrays and tensors are, too."""
+    try:
+        return len(point) == 2 and all(map(math.isfinite, point))
+    except TypeError:
+        return False
 
 
 def _budget_panel(rows: Sequence[Row], rivals: Rivals) -> Panel:

@@ -57,10 +57,23 @@ def check_solving(
             "`relative_gap` must be a share of at least 0, such as 0.005, got"
             f" {relative_gap!r}."
         )
-    if not (time_limit_s is None or time_limit_s == 0 or is_positive(time_limit_s)):
+    check_limit(time_limit_s, name="time_limit_s")
+
+
+def check_limit(limit_s: object, *, name: str) -> None:
+    """Refuse what limits no solve.
+
+    Args:
+        limit_s: What was passed, in seconds.
+        name: The argument's name, for the error message.
+
+    Raises:
+        ArgumentError: Says what it must be.
+    """
+    if not (limit_s is None or limit_s == 0 or is_positive(limit_s)):
         raise ArgumentError(
-            "`time_limit_s` must be a number of seconds, 0 or more, or None for a limit"
-            f" on work alone, got {time_limit_s!r}."
+            f"`{name}` must be a number of seconds, 0 or more, or None for a limit on"
+            f" work alone, got {limit_s!r}."
         )
 
 

@@ -226,6 +226,15 @@ def test_a_slice_of_a_sweep_is_one(swept):
     assert len(panel.lines[0].x) == 2
 
 
+def test_points_of_rivals_may_be_rows_of_a_tensor_or_an_array(swept):
+    points = torch.tensor([[2.0**20, 3.0], [2.0**21, 1.0]])
+
+    for rows in (points, points.numpy()):
+        panel = panel_of(plotting.budgets(swept, rivals={"full": rows}))
+        (line,) = [line for line in panel.lines if line.label == "full"]
+        assert [float(ms) for ms in line.y] == [3.0, 1.0]
+
+
 def test_rivals_are_points_of_their_own(swept):
     rivals = {"full": [(2**20, 3.0), (2**21, 1.0)], "greedy": [(2**20, 2.0)]}
 
