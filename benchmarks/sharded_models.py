@@ -1,4 +1,4 @@
-"""Four small models whose steps ranks really run: a few MiB, activations that count."""
+"""Small models whose steps ranks really run: a few MiB, activations that count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autosac.cli.demo import GPT
 from benchmarks.models.workload import labelled, numbered
 from benchmarks.ranks import Recipe
 
-_VOCABULARY, _LENGTH, _BATCH, _WIDTH = 1031, 64, 6, 96
+_VOCABULARY, _LENGTH, _BATCH, _WIDTH, _RANK = 1031, 64, 6, 96, 8
 
 
 class GiantEmbedding(nn.Module):
@@ -78,6 +78,39 @@ def _vit() -> nn.Module:
     ).train()
 
 
+class _LowRank(nn.Module):
+    """A frozen linear layer and a low-rank update that trains.
+
+    As in "LoRA: Low-Rank Adaptation of Large Language Models" (Hu et al., 2021), but
+    `b` is not 0 at first, so that `a` has a gradient in the first step.
+    """
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, _RANK, bias=False)
+        self.b = nn.Linear(_RANK, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.base(x) + self.b(self.a(x))
+        return out
+
+
+def _lora() -> nn.Module:
+    model = _llama().requires_grad_(False)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            model.set_submodule(name, _LowRank(module))
+    return model
+
+
+def _frozen() -> nn.Module:
+    model = _gpt().requires_grad_(False)
+    model.get_submodule("blocks.3").requires_grad_(True)
+    model.head.requires_grad_(True)
+    return model
+
+
 def _tokens() -> torch.Tensor:
     return torch.randint(_VOCABULARY, (_BATCH, _LENGTH))
 
@@ -115,6 +148,15 @@ RECIPES = {
         make_inputs=_images,
         loss_fn=_mean_exponential,
         blocks=tuple(f"encoder.layers.encoder_layer_{index}" for index in range(4)),
+    ),
+    "LoRA": Recipe(
+        make_model=_lora, make_inputs=_labelled, blocks=numbered("model.layers", 4)
+    ),
+    "frozen GPT": Recipe(
+        make_model=_frozen,
+        make_inputs=_tokens,
+        loss_fn=_mean_exponential,
+        blocks=numbered("blocks", 4),
     ),
     "giant embedding": Recipe(
         make_model=GiantEmbedding,
