@@ -197,6 +197,11 @@ def cached_weights() -> CachedWeights:
     return parametrize._cache_enabled, dict(parametrize._cache)
 
 
+def caches_weights() -> bool:
+    """Whether one is inside of `torch.nn.utils.parametrize.cached`."""
+    return bool(parametrize._cache_enabled)
+
+
 @contextlib.contextmanager
 def with_cached_weights(weights: CachedWeights) -> Iterator[None]:
     """Inside, parametrized modules find the weights that were cached at a moment."""

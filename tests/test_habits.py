@@ -618,6 +618,51 @@ def test_units_that_depart_find_parametrized_weights_as_forward_did():
     assert all(map(torch.equal, *gradients))
 
 
+def test_weights_that_the_loop_keeps_are_said():
+    case = of(Parametrized)
+    model = case.model()
+    profile = case.profile()
+    autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(model)
+
+    mean_square(model(case.inputs())).backward()  # says nothing
+    with parametrize.cached(), pytest.warns(UserWarning) as caught:
+        mean_square(model(case.inputs())).backward()
+
+    told = [str(one.message) for one in caught]
+    assert (
+        sum("inside of `torch.nn.utils.parametrize.cached()`" in t for t in told) == 1
+    )
+
+
+class Switches(nn.Module):
+    """Blocks that it checkpoints, all together, if that is switched on."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.checkpoints = False
+
+    def forward(self, x):
+        if self.checkpoints:
+            return checkpoint(self.blocks, x, use_reentrant=False)
+        return self.blocks(x)
+
+
+def test_checkpointing_that_is_switched_on_after_planning_is_called_that():
+    case = Case(Switches, rows, mean_square)
+    model, plain = case.model(), case.model()
+    profile = case.profile(torch.optim.AdamW)
+    autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(model)
+    model.checkpoints = True
+    expected = train(case, plain, steps=2)
+
+    with pytest.warns(UserWarning) as caught:
+        states = train(case, model, steps=2)
+
+    assert_equal(expected, states)
+    assert any("was switched on after planning" in str(w.message) for w in caught)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_alone", "left_out"),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import parametrize
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -120,6 +121,11 @@ def inference_model():
 
 def inference_planned():
     with torch.inference_mode():
+        plan(mlp())
+
+
+def planned_with_cached_weights():
+    with parametrize.cached():
         plan(mlp())
 
 
@@ -361,6 +367,10 @@ MISTAKES = {
     "planned in inference mode": (
         inference_planned,
         r"`torch.inference_mode\(\)` is on.* plan outside of it",
+    ),
+    "planned with cached weights": (
+        planned_with_cached_weights,
+        r"`torch.nn.utils.parametrize.cached\(\)` is on.* plan outside of it",
     ),
     # --- the inputs
     "integers for a float layer": (

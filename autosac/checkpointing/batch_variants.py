@@ -23,7 +23,7 @@ from autosac.checkpointing.opening_ops import Opening
 from autosac.checkpointing.optimizer_states import OptimizerStates
 from autosac.checkpointing.reached_memory import ReachedMemory
 from autosac.checkpointing.running_step import Step
-from autosac.checkpointing.stand_ins import Places, StandIn, is_in
+from autosac.checkpointing.stand_ins import Places, StandIn, is_in, warn_of_call
 from autosac.checkpointing.training_habits import Facts, TrainingHabits
 from autosac.step.arguments import warn
 from autosac.step.batch_signatures import (
@@ -168,12 +168,7 @@ class Variants:
         if self.by_hand or "call" in self.said or not torch.is_grad_enabled():
             return
         self.said.add("call")
-        warn(
-            f"AC unit `{fqn}` is called outside of the planned model's `forward`: what"
-            " that takes is not in the plan, and the peak may be above the budget. Let"
-            " the model's `forward` make the call, too, and plan that; or call it under"
-            " `torch.no_grad()`."
-        )
+        warn_of_call(fqn)
 
     def open(self, numbers: tuple[int, ...]) -> None:
         """Follow one of some plans; the step's first ops will tell which."""

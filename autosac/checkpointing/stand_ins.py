@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from autosac import _compat_autograd
 from autosac.checkpointing import compiled_parts
 from autosac.checkpointing.changed_models import Outline
 from autosac.pytrees import contents
+from autosac.step.arguments import warn
 
 _MOST_PARTS = 1000  # of what took the place of a stand-in, looked at for it
 
@@ -172,6 +174,25 @@ def warn_of_transform(fqn: str) -> None:
         " recomputed, and the planned peak does not hold for this call.",
         stacklevel=3,
     )
+
+
+def warn_of_call(fqn: str) -> None:
+    """Warn of an AC unit that is called while the model does not run forward."""
+    if _compat_autograd.current_node() is not None:
+        message = (
+            f"AC unit `{fqn}` runs again in backward: checkpointing that is not its"
+            " plan's was switched on after planning, and the peak may be above the"
+            " budget. Switch it off, in Transformers by"
+            " `model.gradient_checkpointing_disable()`."
+        )
+    else:
+        message = (
+            f"AC unit `{fqn}` is called outside of the planned model's `forward`: what"
+            " that takes is not in the plan, and the peak may be above the budget. Let"
+            " the model's `forward` make the call, too, and plan that; or call it under"
+            " `torch.no_grad()`."
+        )
+    warn(message)
 
 
 def warn_of_replaced(which: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autosac import _compat
 from autosac.checkpointing.backend_flags import BackendFlags, flags_of
 from autosac.checkpointing.backward_passes import BackwardPasses
 from autosac.checkpointing.earlier_gradients import EarlierGradients
@@ -110,6 +111,7 @@ class TrainingHabits:
         self._little_bytes = _LITTLE * plan.peak_bytes if trains_all else 0
         self._trains_inputs = plan.trains_inputs is not False
         self._warns_of_transform = not plan.op_policies  # units do
+        self._warns_of_weights = bool(plan.op_policies)
         self._gradients = EarlierGradients(planned=finds_gradients)
         self._autocast = PlannedAutocast(plan.autocast)
         self._results = ForwardResults(model)
@@ -144,6 +146,7 @@ class TrainingHabits:
         self._passes.begin()
         self._outputs.begin(args, kwargs)
         self._look_at_inputs(args, kwargs)
+        self._look_at_weights()
         around = None
         ambient = _ambient(device_type)
         if ambient is None or ambient != self._usual:
@@ -203,6 +206,16 @@ class TrainingHabits:
                 " those of the planned step do not: the peak may be higher by these"
                 f" gradients{frozen}. Plan again with inputs like these, or `detach()`"
                 " them."
+            )
+
+    def _look_at_weights(self) -> None:
+        if self._warns_of_weights and _compat.caches_weights():
+            self._warns_of_weights = False
+            warn(
+                "The model is called inside of `torch.nn.utils.parametrize.cached()`,"
+                " which keeps the weights that it makes until its block ends: the peak"
+                " may be above the budget by them. Enter it in the model's `forward`,"
+                " and plan that."
             )
 
     def note_transform(self) -> None:

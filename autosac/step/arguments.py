@@ -11,7 +11,7 @@ from typing import Any, TypedDict
 
 import torch
 
-from autosac import _compat_compiler, _compat_dispatch, kinds
+from autosac import _compat, _compat_compiler, _compat_dispatch, kinds
 from autosac._compat_distributed import are_distributed
 from autosac.errors import ArgumentError
 from autosac.pytrees import held_tensors
@@ -80,6 +80,12 @@ def check_tensors(model: torch.nn.Module, inputs: Any) -> None:
         raise ArgumentError(
             "`torch.inference_mode()` is on, under which nothing has a gradient: plan"
             " outside of it."
+        )
+    if _compat.caches_weights():
+        raise ArgumentError(
+            "`torch.nn.utils.parametrize.cached()` is on, and what it keeps after the"
+            " step is not planned: plan outside of it, a model that enters it in its"
+            " `forward` if the training has it."
         )
     _check_parameters(model)
     lazy = (torch.nn.UninitializedParameter, torch.nn.UninitializedBuffer)
