@@ -28,6 +28,7 @@ from autosac._compat_distributed import (
 )
 from autosac.errors import AutosacError, UnsupportedError
 from autosac.profiles.profile import Profile
+from autosac.step.arguments import check_no_synced_norms
 
 _COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of ops
 _Plan = TypeVar("_Plan")
@@ -129,6 +130,7 @@ def replica_of(model: torch.nn.Module) -> Replica:
     """
     if not isinstance(model, DistributedDataParallel):
         return Replica(module=model)
+    check_no_synced_norms(model.module)
     for sentence, applies in _refused(model).items():
         if applies:
             raise UnsupportedError(f"A plan for several processes: {sentence}.")
@@ -150,17 +152,11 @@ def replica_of(model: torch.nn.Module) -> Replica:
 
 def _refused(model: DistributedDataParallel) -> dict[str, bool]:
     """What to say of each setting of DDP -> whether it is set."""
-    synced = (torch.nn.SyncBatchNorm,)
     return {
         "a communication hook of DDP makes copies of gradients that no trace shows;"
         " leave it out": has_hook(model),
         "`mixed_precision` of DDP casts parameters outside of the model's forward; use"
         " autocast": model.mixed_precision is not None,
-        "`SyncBatchNorm` talks to other processes in forward, and these would wait for"
-        " a process that only plans; use `BatchNorm`, or plan each process by itself"
-        " with `autosac.plan` before it is converted": any(
-            isinstance(module, synced) for module in model.modules()
-        ),
     }
 
 

@@ -18,6 +18,7 @@ from autosac.profiles.compute_dtype import as_sharded, in_compute_dtype
 from autosac.profiles.given import check_names, profile_of
 from autosac.profiles.profile import Profile, calibrate
 from autosac.profiles.restricting import restricted
+from autosac.step.arguments import check_no_synced_norms
 from autosac.step.marks import Marks, marked, marks_of
 from autosac.tracing.collecting import no_collections
 
@@ -92,6 +93,9 @@ def profile_for(
     check_names(options, function)
     if "device" in options:
         raise ArgumentError("`device` is that of `cluster`; leave it out.")
+    own = model.step.model if isinstance(model, Profile) else model
+    if isinstance(own, torch.nn.Module):
+        check_no_synced_norms(own)
     if isinstance(model, Profile):
         profile = profile_of(model, inputs, options)
         if profile.device.name != spec.device.name:

@@ -29,7 +29,11 @@ from autosac.planning.make_plan import Offload, read_offload
 from autosac.profiles.given import check_names
 from autosac.quantities import read_host_budget
 from autosac.solving.solve_options import RELATIVE_GAP
-from autosac.step.arguments import check_kind, read_fsdp_dtypes
+from autosac.step.arguments import (
+    check_kind,
+    check_no_synced_norms,
+    read_fsdp_dtypes,
+)
 
 _NOT_IN_PIPELINES = (
     *("accumulate", "autocast", "clip_grad_norm"),
@@ -173,6 +177,7 @@ def given_batch(
         options = {**options, "device": replace(cluster.device, link=cluster.link)}
     _check_options(options)
     _check_tensors(inputs, target)
+    check_no_synced_norms(model)
     return MicroBatch(
         model=model,
         inputs=inputs,

@@ -13,7 +13,7 @@ import torch
 
 from autosac import _compat, _compat_compiler, _compat_dispatch, kinds
 from autosac._compat_distributed import are_distributed
-from autosac.errors import ArgumentError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.pytrees import held_tensors
 from autosac.quantities import is_positive, whole_number
 from autosac.step import source_lines
@@ -63,6 +63,22 @@ def check_kind(model: Any) -> None:
             raise ArgumentError(
                 f"{name} is a TorchScript module, whose ops no plan can reach: pass the"
                 " module that it was made from."
+            )
+
+
+def check_no_synced_norms(model: torch.nn.Module) -> None:
+    """Refuse norms that run other ops in many processes than in one that plans.
+
+    Raises:
+        UnsupportedError: The model has some; names the first.
+    """
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"A plan for several processes: `SyncBatchNorm` (`{fqn}`) talks to"
+                " other processes in forward, and takes other memory than in one that"
+                " only plans; use `BatchNorm`, or a norm of each sample such as"
+                " `GroupNorm`."
             )
 
 

@@ -1,0 +1,91 @@
+"""What plans for many ranks do not take: each is refused by one sentence."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autosac
+from autosac._compat_distributed import fake_group
+from autosac.integrations.replicas import replica_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+OPTIONS = {"cluster": "hgx-h100", "num_gpus": 4, "memory_budget": "1GiB"}
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(x)))
+
+
+class Net(nn.Module):
+    """Blocks of norm, activation and products; nothing is a block's own."""
+
+    def __init__(self):
+        super().__init__()
+        blocks = (nn.Sequential(nn.LayerNorm(8), Mlp()) for _ in range(3))
+        self.blocks, self.head = nn.Sequential(*blocks), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+def plan_of(model=None, inputs=None, **options):
+    with torch.device("meta"):
+        model = Net() if model is None else model
+        inputs = torch.ones(4, 8) if inputs is None else inputs
+    options = {"loss_fn": torch.mean, "optimizer": torch.optim.AdamW, **options}
+    return autosac.plan_parallel(model, inputs, **{**OPTIONS, **options})
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return plan_of(degrees=[2])
+
+
+# --- norms over several processes ---------------------------------------------------
+
+
+def synced():
+    return nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Linear(8, 8))
+
+
+def of_replicas():
+    with fake_group(2):
+        replicated = DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+        replicated.module[1] = nn.SyncBatchNorm(8)  # DDP itself takes it on GPUs only
+        replica_of(replicated)
+
+
+WITH_SYNCED_NORMS = {
+    "plan_parallel": lambda: plan_of(synced()),
+    "plan_parallel of a profile": lambda: autosac.plan_parallel(
+        autosac.profile(synced(), torch.ones(4, 8), loss_fn=torch.mean, device="h100"),
+        **OPTIONS,
+    ),
+    "min_gpus": lambda: autosac.min_gpus(
+        *(synced(), torch.ones(4, 8)),
+        loss_fn=torch.mean,
+        cluster="hgx-h100",
+        memory_budget="1GiB",
+    ),
+    "plan_pipeline": lambda: autosac.plan_pipeline(
+        *(synced(), torch.ones(4, 8)),
+        target=torch.ones(4, 8),
+        loss_fn=nn.functional.mse_loss,
+        num_ranks=2,
+        num_micro_batches=2,
+        memory_budget="1GiB",
+    ),
+    "plan_replicas": of_replicas,
+}
+
+
+@pytest.mark.parametrize("way", WITH_SYNCED_NORMS)
+def test_no_plan_for_several_processes_takes_norms_that_are_synced(way):
+    with pytest.raises(autosac.UnsupportedError, match=r"`SyncBatchNorm` \(`1`\)"):
+        WITH_SYNCED_NORMS[way]()
