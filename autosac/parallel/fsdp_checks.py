@@ -8,6 +8,9 @@ from autosac.profiles.profile import Profile
 from autosac.step.tape import ModuleCall, Tape
 from autosac.step.training_step import OptimizerInBackward
 
+# Ops to which DTensor gives all of an operand on each rank.
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"})
+
 
 def check_step(profile: Profile) -> None:
     """Refuse a step that is not modelled on ranks.
@@ -15,7 +18,8 @@ def check_step(profile: Profile) -> None:
     Raises:
         ValueError: The trace begins with gradients of earlier steps.
         UnsupportedError: The step steps its optimizer in backward, has a scalar
-            parameter, or optimizer state that is not shaped like its parameter.
+            parameter, or optimizer state that is not shaped like its parameter; or its
+            optimizer multiplies matrices.
     """
     if profile.step.finds_gradients:
         raise ValueError(
@@ -40,6 +44,15 @@ def check_step(profile: Profile) -> None:
                 f" parameter `{parameter.fqns[0]}` of shape {parameter.shape}; it is"
                 " not known how that is sharded. Use an optimizer whose state is shaped"
                 " like its parameters."
+            )
+    for op in profile.tape.ops:
+        if op.phase == "optimizer" and not _PRODUCTS.isdisjoint(op.name.split(".")):
+            raise UnsupportedError(
+                f"The optimizer multiplies matrices (`{op.name}`), as Muon does, and"
+                " under FSDP2 gathers them for that from all ranks; how much of them"
+                " is there at once is not modelled. Use an optimizer that takes each"
+                " element by itself, such as AdamW, or DDP with"
+                " `autosac.plan_replicas`."
             )
 
 

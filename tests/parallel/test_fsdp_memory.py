@@ -492,6 +492,31 @@ def test_factored_optimizer_state_is_refused():
         RankSimulator(step_profile)
 
 
+def muon(parameters):
+    return torch.optim.Muon([p for p in parameters if p.ndim == 2])
+
+
+def multiplying(parameters):
+    """A Muon that somebody wrote: other ops for the same thing."""
+    sgd = torch.optim.SGD(parameters, lr=0.1)
+    weights = [p for p in sgd.param_groups[0]["params"] if p.ndim == 2]
+
+    def orthogonalize(*_):
+        for p in weights:
+            p.grad = torch.bmm(p.grad[None] @ p.grad.mT, p.grad[None])[0]
+
+    sgd.register_step_pre_hook(orthogonalize)
+    return sgd
+
+
+@pytest.mark.parametrize("optimizer", [muon, multiplying])
+def test_an_optimizer_that_multiplies_matrices_is_refused(optimizer):
+    step_profile = CASES["mlp"].profile(optimizer)
+
+    with pytest.raises(NotImplementedError, match="multiplies matrices"):
+        RankSimulator(step_profile)
+
+
 # --- real ranks -----------------------------------------------------------------
 
 
