@@ -98,6 +98,18 @@ def find_candidates(
     ]
 
 
+def with_parameters(tape: Tape, modules: Collection[int]) -> set[int]:
+    """Those of some modules that have a parameter which no other of them holds."""
+    names = {tape.modules[module].fqn: module for module in modules}
+    holders = set()
+    for parameter in tape.parameters:
+        for fqn in parameter.fqns:
+            while fqn and fqn not in names:
+                fqn = fqn.rpartition(".")[0]
+            holders.add(fqn)
+    return {module for fqn, module in names.items() if fqn in holders}
+
+
 def _hooks(schedule: Schedule, module: int, param_dtype: str | None) -> Hooks:
     """Hooks of a module.
 

@@ -12,6 +12,7 @@ from autosac._compat_distributed import are_distributed
 from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
+from autosac.parallel.fsdp_candidates import with_parameters
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.compute_dtype import as_sharded, in_compute_dtype
@@ -64,10 +65,22 @@ def with_given_units(
     ac_units: Marks | None,
     fsdp_units: Marks | None,
 ) -> tuple[Profile, Setting]:
-    """Both with the only units that there may be, as in `plan_parallel`."""
+    """Both with the only units that there may be, as in `plan_parallel`.
+
+    Of what a pattern or a class stands for, modules with parameters of their own are
+    meant; a name means its module, whatever that has.
+    """
     if fsdp_units is not None:
         tree = profile.tape.modules
-        own = marked(marks_of(fsdp_units), tree, name="fsdp_units")
+        marks = marks_of(fsdp_units)
+        meant = marked(marks, tree, name="fsdp_units")
+        named = {tree.index[mark] for mark in marks if mark in tree.index}
+        own = named | with_parameters(profile.tape, meant)
+        if meant and not own:
+            raise ArgumentError(
+                "`fsdp_units` stands for modules without parameters alone, which are no"
+                " FSDP units: name modules that have some."
+            )
         setting = replace(setting, fsdp_units=frozenset(tree[i].fqn for i in own))
     only = None if ac_units is None else marks_of(ac_units)
     return restricted(profile, only), setting

@@ -117,9 +117,7 @@ class Degree:
             return
         plain = fsdp.plain(self.problem, {0, *given})
         if broken := fsdp.broken_rules(self.problem, plain):
-            raise ArgumentError(
-                f"`fsdp_units` cannot all be FSDP units: {' '.join(broken)}"
-            )
+            raise ArgumentError(f"`fsdp_units` cannot all be FSDP units: {broken[0]}")
 
     def simulated(self, choice: FsdpChoice) -> SimulatedChoice:
         """Memory and time of a choice."""

@@ -424,7 +424,7 @@ def test_a_module_that_cannot_be_an_fsdp_unit_is_named_with_its_own_reason():
         r"names `0.0.drop`.* called 2 times .* lies in `0.0`.* the class of the blocks"
     )
     with pytest.raises(autosac.UnsupportedError, match=why):
-        plan_gated(model, fsdp_units=["0.*"])
+        plan_gated(model, fsdp_units=["0.*", "0.0", "0.0.drop"])
     units = plan_gated(model, fsdp_units=DropsTwice).sharding.units
     assert [unit.fqn for unit in units] == ["", "0.0", "0.1"]
 
@@ -662,7 +662,7 @@ def test_a_plan_with_replicas_makes_a_mesh_that_it_can_be_applied_on(
     plan = autosac.plan_parallel(traced, cluster=on_cpu(2), memory_budget=cap)
     sharding = replace(plan.sharding, replicate_degree=2)
     hybrid = replace(plan, sharding=sharding)
-    with pytest.raises(ValueError, match="4 GPUs, and there are 1 ranks"):
+    with pytest.raises(ValueError, match="4 ranks, and this process is in no"):
         hybrid.make_mesh("cpu")
     with fake_group(4):
         model = GPT.model()

@@ -89,3 +89,30 @@ WITH_SYNCED_NORMS = {
 def test_no_plan_for_several_processes_takes_norms_that_are_synced(way):
     with pytest.raises(autosac.UnsupportedError, match=r"`SyncBatchNorm` \(`1`\)"):
         WITH_SYNCED_NORMS[way]()
+
+
+# --- FSDP units ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", ["blocks.*", ["blocks.*", nn.GELU], ["*"]])
+def test_patterns_and_classes_mean_modules_with_parameters_of_their_own(units):
+    plan = plan_of(fsdp_units=units)
+    names = {unit.fqn for unit in plan.sharding.units} - {"head"}
+    inside = ("0", "1.up", "1.down")
+    assert names == {"", *(f"blocks.{i}.{n}" for i in range(3) for n in inside)}
+    with fake_group(4):
+        plan.apply(Net(), plan.make_mesh("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("units", "why"),
+    [
+        (["blocks.*", "blocks.0.1.act"], "'blocks.0.1.act' is a unit without param"),
+        (["blocks.*", "blocks.0", "blocks.1"], "'blocks.0' is a unit without param"),
+        (nn.GELU, "modules without parameters alone"),
+    ],
+)
+def test_a_named_module_without_parameters_is_an_error_of_one_sentence(units, why):
+    with pytest.raises(autosac.ArgumentError, match=why) as caught:
+        plan_of(fsdp_units=units)
+    assert str(caught.value).count(". ") == 0
