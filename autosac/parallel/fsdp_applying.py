@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
+from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed import get_world_size, is_initialized
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from autosac.errors import ArgumentError, UnsupportedError
@@ -110,9 +112,11 @@ def check_mesh(
     """Refuse a mesh that a plan does not fit.
 
     Raises:
-        ArgumentError: The mesh has another shape; or its dimensions have no names where
-            there are several, or other ones than those of replicas and shards.
+        ArgumentError: It is no mesh, or has another shape; or its dimensions have no
+            names where there are several, those of the plan in another order, or other
+            ones where not all are of replicas and shards.
     """
+    check_is_mesh(mesh)
     if tuple(mesh.shape) != shape:
         raise ArgumentError(
             f"`mesh` has shape {tuple(mesh.shape)}, and the plan wants {shape};"
@@ -120,12 +124,61 @@ def check_mesh(
         )
     given = mesh.mesh_dim_names
     must_be_equal = not set(names) <= {"replicate", "shard"}
-    if len(shape) > 1 and (given is None or (must_be_equal and given != names)):
+    is_wrong = given is None or (
+        given != names and (must_be_equal or not set(names).isdisjoint(given))
+    )
+    if len(shape) > 1 and is_wrong:
         raise ArgumentError(
             f"`mesh` has dimensions named {given}, and the plan wants"
             f" {names}; make it with `plan.make_mesh()`, or pass"
             f" mesh_dim_names={names}."
         )
+
+
+def check_is_mesh(mesh: object) -> None:
+    """Refuse what is no mesh.
+
+    Raises:
+        ArgumentError: Says how to make one.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"`mesh` is a {type(mesh).__name__}, and must be a DeviceMesh, as"
+            " `plan.make_mesh()` makes it."
+        )
+
+
+def make_mesh(
+    device_type: str,
+    shape: tuple[int, ...],
+    names: tuple[str, ...],
+    number: Callable[[int], str],
+) -> DeviceMesh:
+    """The mesh of a plan; every rank calls it.
+
+    Args:
+        device_type: Of the ranks' devices.
+        shape: The mesh's,
+        names: and of its dimensions.
+        number: The argument to plan with for so many ranks.
+
+    Raises:
+        ArgumentError: There is no process group, or there are more or fewer ranks.
+    """
+    wanted = prod(shape)
+    if wanted > 1 and not is_initialized():
+        raise ArgumentError(
+            f"The plan is for {wanted} ranks, and this process is in no process group:"
+            " start the ranks, as by `torchrun`, and call"
+            " torch.distributed.init_process_group first."
+        )
+    num_ranks = get_world_size() if is_initialized() else 1
+    if num_ranks != wanted:
+        raise ArgumentError(
+            f"The plan is for {wanted} ranks, and there are {num_ranks}; plan with"
+            f" {number(num_ranks)}."
+        )
+    return init_device_mesh(device_type, shape, mesh_dim_names=names)
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

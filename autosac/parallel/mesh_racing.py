@@ -118,6 +118,12 @@ def read_dimensions(
             f" {', '.join(map(repr, known))}; sharding degrees of FSDP2 are the"
             " `degrees` of `plan_parallel`, and 'fsdp' in `plan_pipeline`."
         )
+    for name, degree in asked.items():
+        if degree is not None and type(degree) is not int:
+            raise ArgumentError(
+                f"`mesh` has {name}={degree!r}, which must be a whole number of at"
+                " least 1, or None to try all that fit."
+            )
     return {**known, **asked}
 
 
@@ -337,7 +343,7 @@ def divisions(
     else:
         raise ArgumentError(
             f"`tp_plan` must be a dict of styles, 'tensor', 'sequence' or 'expert', got"
-            f" {tp_plan!r}."
+            f" {tp_plan!r}; leave it out to try all."
         )
     if tp_plan is None:
         found += _if_known(model, sequence=True)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import get_world_size, is_initialized
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from autosac._compat_distributed import sharding_mesh
@@ -224,17 +223,11 @@ class ParallelPlan(Summarized):
             A mesh of shape `mesh_shape`, its dimensions named as `mesh_dim_names`.
 
         Raises:
-            ValueError: There are more or fewer ranks than `num_gpus`.
+            ValueError: There is no process group, or it has more or fewer ranks than
+                `num_gpus`.
         """
-        num_ranks = get_world_size() if is_initialized() else 1
-        if num_ranks != self.num_gpus:
-            raise ArgumentError(
-                f"The plan is for {self.num_gpus} GPUs, and there are {num_ranks} ranks"
-                " (call torch.distributed.init_process_group first); plan with"
-                f" num_gpus={num_ranks}."
-            )
-        return init_device_mesh(
-            device_type, self.mesh_shape, mesh_dim_names=self.mesh_dim_names
+        return fsdp_applying.make_mesh(
+            device_type, self.mesh_shape, self.mesh_dim_names, "num_gpus={}".format
         )
 
     def apply(self, model: torch.nn.Module, mesh: DeviceMesh) -> torch.nn.Module:
@@ -255,7 +248,7 @@ class ParallelPlan(Summarized):
             PlanMismatchError: The plan was made for another model; names the first
                 difference.
             ValueError: A plan is applied already, the model is sharded already, or the
-                mesh has another shape, or replicas and no names.
+                mesh is none, has another shape, or other names where they matter.
         """
         for fqn, module in model.named_modules():
             if isinstance(module, FSDPModule):
@@ -293,6 +286,7 @@ class ParallelPlan(Summarized):
         Raises:
             ArgumentError: The sequence cannot be cut evenly.
         """
+        fsdp_applying.check_is_mesh(mesh)
         given = normalize_inputs(inputs)
         if self.context.degree == 1:
             return given

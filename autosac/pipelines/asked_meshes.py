@@ -58,7 +58,7 @@ from autosac.pipelines.schedules import (
 from autosac.pipelines.sharded_stages import ALONE, DataParallel
 from autosac.pipelines.shared_sequences import check_parts, context_of
 from autosac.pipelines.stage_choosing import FarBytes
-from autosac.quantities import parse_bytes
+from autosac.quantities import parse_bytes, whole_number
 from autosac.solving.solve_options import RELATIVE_GAP, check_solving
 
 _CHOSEN = ("replicate", "fsdp")  # dimensions that, left open, make up all GPUs
@@ -169,19 +169,25 @@ class AskedMesh:
             num_ranks = (self.mesh or {})["pp"]
         if num_ranks is None or _is_open(self.mesh):
             return replace(self.search(given), far=far).run()
+        whole_number(num_ranks, name="num_ranks")
         degrees, parts, parallel = _read_mesh(
             self.mesh, self.tp_plan, self.loss_parallel, num_ranks, given.cluster
         )
         parallel, parts = self._in_types(parallel, parts)
         num_rows = _num_rows(given.inputs, self.global_batch, parallel)
-        candidates = schedules_of(
-            self.num_micro_batches,
-            self.global_batch and num_rows,
-            num_ranks,
-            self.schedules,
-            self.stage_numbers,
-        )
-        check_cut(num_rows, candidates)
+        try:
+            candidates = schedules_of(
+                self.num_micro_batches,
+                self.global_batch and num_rows,
+                num_ranks,
+                self.schedules,
+                self.stage_numbers,
+            )
+            check_cut(num_rows, candidates)
+        except ArgumentError:
+            # Too many stages, whatever the schedule, are the first reason.
+            check_cuts(given.model, given.chain, given.cuts, num_ranks)
+            raise
         cut, failed = cut_of(replace(given, parallel=parallel), num_rows, candidates)
         asked = _Asked(
             micro_batches=cut,

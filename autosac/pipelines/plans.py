@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch.distributed import get_world_size, is_initialized
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -22,7 +21,12 @@ from autosac.checkpointing.running_step import Step
 from autosac.errors import ArgumentError
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.divided_loss import loss_for
-from autosac.parallel.fsdp_applying import check_mesh, shard
+from autosac.parallel.fsdp_applying import (
+    check_is_mesh,
+    check_mesh,
+    make_mesh,
+    shard,
+)
 from autosac.parallel.mesh_racing import Division, division_of
 from autosac.parallel.sequence_parts import tensor_part
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
@@ -204,17 +208,15 @@ class PipelinePlan(Summarized):
             device_type: Of the ranks' devices, such as ``"cuda"``.
 
         Raises:
-            ArgumentError: There are more or fewer ranks than `num_ranks`.
+            ArgumentError: There is no process group, or it has more or fewer ranks than
+                `num_ranks`.
         """
-        num_ranks = get_world_size() if is_initialized() else 1
-        if num_ranks != self.num_ranks:
-            raise ArgumentError(
-                f"The plan is for {self.num_ranks} ranks, and there are {num_ranks}"
-                " (call torch.distributed.init_process_group first); plan with"
-                f" num_ranks={num_ranks * self.pipeline.num_ranks // self.num_ranks}."
-            )
-        return init_device_mesh(
-            device_type, self.mesh_shape, mesh_dim_names=self.mesh_dim_names
+        ranks_per_stage = self.num_ranks // self.pipeline.num_ranks
+        return make_mesh(
+            device_type,
+            self.mesh_shape,
+            self.mesh_dim_names,
+            lambda num_ranks: f"num_ranks={max(num_ranks // ranks_per_stage, 1)}",
         )
 
     def batch_index(self, mesh: DeviceMesh) -> int:
@@ -223,6 +225,7 @@ class PipelinePlan(Summarized):
         Args:
             mesh: As `make_mesh` makes it.
         """
+        check_is_mesh(mesh)
         index = 0
         for name, size in self.parallel.sizes.items():
             if name != "cp":
@@ -239,6 +242,7 @@ class PipelinePlan(Summarized):
         Raises:
             ArgumentError: The sequence cannot be cut evenly.
         """
+        check_is_mesh(mesh)
         if self.context.degree == 1:
             return batch
         place = mesh.get_local_rank("cp")

@@ -1,8 +1,11 @@
 """What plans for many ranks do not take: each is refused by one sentence."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import autosac
@@ -116,3 +119,67 @@ def test_a_named_module_without_parameters_is_an_error_of_one_sentence(units, wh
     with pytest.raises(autosac.ArgumentError, match=why) as caught:
         plan_of(fsdp_units=units)
     assert str(caught.value).count(". ") == 0
+
+
+# --- meshes -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 2), "cuda"])
+def test_what_is_no_mesh_is_refused_by_all_that_take_one(plan, mesh):
+    pipeline = autosac.plan_pipeline(
+        *(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.ones(4, 8)),
+        target=torch.ones(4, 8),
+        loss_fn=nn.functional.mse_loss,
+        num_ranks=2,
+        num_micro_batches=2,
+        memory_budget="1GiB",
+    )
+    takers = (
+        partial(plan.apply, Net()),
+        partial(plan.part_of, torch.ones(4, 8)),
+        partial(pipeline.stages, nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))),
+        partial(pipeline.part_of, torch.ones(4, 8)),
+        pipeline.batch_index,
+    )
+    for take in takers:
+        with pytest.raises(autosac.ArgumentError, match="must be a DeviceMesh, as"):
+            take(mesh)
+
+
+@pytest.mark.parametrize(
+    ("names", "is_taken"),
+    [
+        (("replicate", "shard"), True),
+        (("dp_replicate", "dp_shard"), True),
+        (("replicate", "fsdp"), False),
+        (("shard", "replicate"), False),
+        (("shard", "fsdp"), False),
+    ],
+)
+def test_names_of_the_plan_are_in_its_order_and_others_go_by_place(
+    plan, names, is_taken
+):
+    assert plan.mesh_dim_names == ("replicate", "shard")
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        if is_taken:
+            plan.apply(Net(), mesh)
+            return
+        with pytest.raises(autosac.ArgumentError, match=f"named .*{names[0]}.* wants"):
+            plan.apply(Net(), mesh)
+
+
+def test_a_mesh_without_a_process_group_says_to_make_one(plan):
+    with pytest.raises(autosac.ArgumentError, match=r"init_process_group first\.$"):
+        plan.make_mesh("cpu")
+    other = pytest.raises(autosac.ArgumentError, match=r"with num_gpus=2\.$")
+    with fake_group(2), other:
+        plan.make_mesh("cpu")
+
+
+@pytest.mark.parametrize("name", ["tp", "cp", "pp"])
+@pytest.mark.parametrize("degree", [True, 4.0, "2"])
+def test_a_degree_of_a_mesh_is_a_whole_number(name, degree):
+    why = f"`mesh` has {name}={degree!r}, which must be a whole number"
+    with pytest.raises(autosac.ArgumentError, match=why):
+        plan_of(mesh={name: degree})

@@ -257,6 +257,10 @@ def test_models_that_are_no_chain_are_refused(make_model, message):
     ("options", "message"),
     [
         ({"num_ranks": 6, "num_micro_batches": 8}, "5 blocks, too few for 6 stages"),
+        ({"num_ranks": 6}, "5 blocks, too few for 6 stages"),  # and micro-batches
+        ({"num_ranks": 5}, "1F1B needs a micro-batch for each of 5 ranks"),
+        ({"num_ranks": True}, "`num_ranks` must be a whole number"),
+        ({"mesh": {"tp": True}, "cluster": CLUSTER}, "has tp=True, which must be"),
         ({"num_micro_batches": 3}, "not shared evenly by 3 micro-batches"),
         ({"num_micro_batches": 0}, "whole number of at least 1"),
         ({"num_micro_batches": None}, "pass `global_batch`"),
@@ -284,7 +288,9 @@ def test_steps_that_pipelines_run_otherwise_are_refused():
 
 
 def test_a_plan_is_for_its_ranks_and_its_model(for_gpus):
-    with pytest.raises(ArgumentError, match="plan with num_ranks=1"):
+    with pytest.raises(ArgumentError, match="init_process_group first"):
+        for_gpus.make_mesh("cpu")
+    with fake_group(3), pytest.raises(ArgumentError, match="plan with num_ranks=3"):
         for_gpus.make_mesh("cpu")
     with fake_group(2):
         mesh = for_gpus.make_mesh("cpu")
