@@ -70,7 +70,15 @@ def _infeasible(
 
 
 class TraceError(AutosacError):
-    """The training step could not be traced; says which module and line."""
+    """The training step could not be traced; says which module and line.
+
+    Attributes:
+        fqn: The module that it fails in; empty if that is not known.
+    """
+
+    def __init__(self, message: str = "", *, fqn: str = "") -> None:
+        super().__init__(message)
+        self.fqn = fqn
 
 
 class PlanMismatchError(AutosacError):

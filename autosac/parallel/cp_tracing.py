@@ -41,6 +41,7 @@ from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.ring_attention import RingMode
 from autosac.parallel.sequence_mixing import check_tokens_apart
 from autosac.parallel.sequence_parts import part_of, positions_of, shifts_labels
+from autosac.parallel.tp_checks import divided
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.profiles.profile import Profile
 from autosac.solvers.fsdp.collectives import exchange, shift
@@ -206,7 +207,8 @@ def traced_at(
         model = rank_copy(step.model, tensor, context, traced.device, place)
         options = tp_tracing.own_options(traced, tensor)
         try:
-            rank = tp_tracing.traced_copy(traced, model, setting, options, inputs)
+            with divided(tensor.styles, tensor.degree):
+                rank = tp_tracing.traced_copy(traced, model, setting, options, inputs)
         except TraceError as error:
             raise TraceError(
                 f"{error} This is the step of a rank of context parallelism: the model"

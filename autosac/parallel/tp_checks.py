@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
 from autosac._compat import TORCH_VERSION
-from autosac.errors import ArgumentError
+from autosac.errors import ArgumentError, TraceError
+from autosac.tracing.failures import FAILS, RUNS_FIRST
 
 Styles = Mapping[str, str]
 
@@ -23,6 +25,10 @@ _OF_ROWS = ("colwise", *OF_HEADS)
 TO_SEQUENCE = {  # the same with a part of the sequence as output
     "rowwise": "rowwise_to_sequence",
     "rowwise_split_input": "rowwise_split_to_sequence",
+}
+_OF_WHOLE = {  # the same with the whole as input
+    "rowwise": "rowwise_split_input",
+    "rowwise_to_sequence": "rowwise_split_to_sequence",
 }
 _OF_COLUMNS = (*TO_SEQUENCE, *TO_SEQUENCE.values())
 SHARED_KEYS, ROTARY_SIZE = "mla_kv_a_proj", "qk_rope_head_dim"
@@ -53,6 +59,41 @@ _WIDTHS = frozenset({"embed_dim", "hidden_size", "d_model", "n_embd", "dim"})
 _HEAD_SIZES = frozenset(
     {"head_dim", "head_size", "attention_head_size", "key_value_proj_dim", "d_kv"}
 )
+
+
+_WORDS = {  # for PyTorch's styles
+    "ColwiseParallel": "'colwise', or 'colwise_gather_output' for whole outputs",
+    "RowwiseParallel": "'rowwise', or 'rowwise_to_sequence' for parts of a sequence",
+    "SequenceParallel": "'sequence_parallel'",
+    "PrepareModuleInput": "'sequence_to_whole', or 'whole_input' where all is whole",
+    "PrepareModuleOutput": "'whole_to_sequence' or 'sequence_around'",
+}
+_NO_WORD = "one of the table in `autosac.parallel.tp_styles`"
+
+
+def check_known(styles: Mapping[str, Any], known: Collection[str]) -> None:
+    """Refuse styles that are none.
+
+    Args:
+        styles: By FQN or pattern.
+        known: Their names.
+
+    Raises:
+        ArgumentError: Says what to write.
+    """
+    for pattern, style in styles.items():
+        if isinstance(style, str) and style in known:
+            continue
+        if isinstance(style, str):
+            names = ", ".join(dict.fromkeys(known))
+            shown, advice = f"the style {style!r}", f"use one of {names}"
+        else:
+            kind = style if isinstance(style, type) else type(style)
+            shown = f"a {kind.__name__}"
+            advice = f"write the word for it, {_WORDS.get(kind.__name__, _NO_WORD)}"
+        raise ArgumentError(
+            f"`tp_plan` gives {pattern!r} {shown}, which is not known; {advice}."
+        )
 
 
 def head_counts_read(module: nn.Module) -> list[str]:
@@ -193,6 +234,46 @@ def _check_norms(name: str, around: nn.Module, styles: Styles) -> None:
                 " must be summed over the ranks: give it the style"
                 " 'replicated_with_grad_allreduce' in `tp_plan`."
             )
+
+
+@contextmanager
+def divided(styles: Styles, degree: int) -> Iterator[None]:
+    """Here runs, as styles divide it, a step that is known to run whole.
+
+    Args:
+        styles: FQN of each module that takes part -> its style.
+        degree: Over how many ranks.
+
+    Raises:
+        ArgumentError: It fails; names the module, and what to change in `tp_plan`.
+    """
+    try:
+        yield
+    except TraceError as error:
+        text = str(error)
+        if degree == 1 or not text.endswith(RUNS_FIRST):  # else it says what to change
+            raise
+        raise ArgumentError(
+            f"The step runs whole, and fails as `tp_plan` divides it among {degree}"
+            f" ranks: {text.removeprefix(FAILS).removesuffix(RUNS_FIRST)} In `tp_plan`,"
+            f" {_fitting(error.fqn, styles)}."
+        ) from error
+
+
+def _fitting(fqn: str, styles: Styles) -> str:
+    """What to change in styles by which a module fails."""
+    style = styles.get(fqn)
+    if style in _OF_WHOLE:
+        return (
+            f"`{fqn}` takes a part of its input and is given another one: give the"
+            f" module before it 'colwise', or `{fqn}` {_OF_WHOLE[style]!r}"
+        )
+    if fqn and style is None and not any(n.startswith(f"{fqn}.") for n in styles):
+        return (
+            f"the input of `{fqn}` is divided, and it has no style: give it 'rowwise',"
+            " or the module before it 'colwise_gather_output'"
+        )
+    return "give what is divided and what reads it styles that fit, or leave both out"
 
 
 # --- experts ------------------------------------------------------------------

@@ -81,6 +81,7 @@ from autosac.parallel.tp_checks import (
     WHOLE_EXPERTS,
     Styles,
     check,
+    check_known,
     is_of_parameter,
     parameter_styles,
 )
@@ -370,7 +371,7 @@ def expanded(styles: Styles, model: nn.Module) -> dict[str, str]:
     Raises:
         ArgumentError: A style is unknown, or a pattern matches nothing.
     """
-    _check_known(styles)
+    check_known(styles, (*STYLES, *PARAMETER_DIMENSIONS))
     modules = dict(model.named_modules())
     found = _matched(styles, modules, STYLES)
     own = {
@@ -388,16 +389,6 @@ def expanded(styles: Styles, model: nn.Module) -> dict[str, str]:
                 " `model.named_modules()`, or patterns of them."
             )
     return {fqn: found[fqn] for fqn in names if fqn in found}
-
-
-def _check_known(styles: Styles) -> None:
-    known = dict.fromkeys((*STYLES, *PARAMETER_DIMENSIONS))
-    for pattern, style in styles.items():
-        if style not in known:
-            raise ArgumentError(
-                f"`tp_plan` gives {pattern!r} the style {style!r}, which is not known;"
-                f" use one of {', '.join(known)}."
-            )
 
 
 def _matched(

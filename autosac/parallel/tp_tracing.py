@@ -31,6 +31,7 @@ from autosac.parallel.formulating import Setting
 from autosac.parallel.fsdp_memory import GLOO_THREADS
 from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.preparing import gathered_dtype, in_gathered_type
+from autosac.parallel.tp_checks import divided
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.profiles.profile import Profile
 from autosac.profiles.tracing_again import traced_again
@@ -63,7 +64,8 @@ def rank_profile(
         setting: Says in which type parameters are gathered.
 
     Raises:
-        ArgumentError: As `tp_styles.check`, and `check_gradients_whole`.
+        ArgumentError: As `tp_styles.check`, and `check_gradients_whole`; or the step
+            fails as it is divided.
         TraceError: The divided model cannot be traced.
         UnsupportedError: Values decide sizes of a step that divides experts.
     """
@@ -75,7 +77,8 @@ def rank_profile(
     if key not in traced.parallel:
         check_experts(traced, tensor)
         with fake_ranks(tensor.degree, divides_loss=tensor.divides_loss):
-            rank = _divided(traced, tensor, setting)
+            with divided(tensor.styles, tensor.degree):
+                rank = _divided(traced, tensor, setting)
             check_gradients_whole(traced.tape, rank.tape, tensor)
             rank = in_gathered_type(rank, setting)
         traced.parallel[key] = priced(rank, cluster, tensor, sharded=True)

@@ -32,6 +32,7 @@ from autosac.parallel.mesh_racing import (
 )
 from autosac.parallel.meshes import read_parts
 from autosac.parallel.partial_gradients import check_gradients_whole
+from autosac.parallel.tp_checks import divided
 from autosac.parallel.tp_styles import WHOLE
 from autosac.parallel.tp_tracing import fake_ranks
 from autosac.pipelines.asked_schedules import (
@@ -338,7 +339,8 @@ class _Asked:
         Raises:
             AutosacError: As `plan_pipeline`.
         """
-        with _ranks(division):
+        tensor, _ = parts_of(division)
+        with _ranks(division), divided(tensor.styles, tensor.degree):
             own = self._divided(division)
             least = min(schedule.num_stages for schedule in self.schedules)
             for micro_batch in own.values():

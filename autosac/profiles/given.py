@@ -17,6 +17,15 @@ from autosac.statistics.by_module import Statistics
 from autosac.step.training_step import LossFn
 
 MakeLoss = Callable[[Any], LossFn]
+_OF_FULLY_SHARD = {  # arguments of PyTorch's, and what to do where FSDP2 is planned
+    "mp_policy": "pass the types of the policy as `param_dtype` and `reduce_dtype`.",
+    "output_dtype": "outputs keep the type that the model gives them; cast in it.",
+    "cast_forward_inputs": "inputs keep their type; cast them in the model.",
+    "offload_policy": "FSDP2's `CPUOffloadPolicy` is not planned; leave it out.",
+    "reshard_after_forward": "the plan chooses it for each FSDP unit; leave it out.",
+    "ignored_params": "FSDP2 shards all parameters that it plans; leave it out.",
+    "shard_placement_fn": "parameters are sharded by rows; leave it out.",
+}
 
 
 def check_names(
@@ -54,8 +63,11 @@ def unknown_name(name: str, owner: str, known: Iterable[str]) -> ArgumentError:
         owner: What takes no such argument.
         known: Names that it takes.
     """
-    close = get_close_matches(name, sorted(known), n=1)
+    names = sorted(known)
+    close = get_close_matches(name, names, n=1)
     advice = f"do you mean `{close[0]}`?" if close else "leave it out."
+    if "param_dtype" in names:
+        advice = _OF_FULLY_SHARD.get(name, advice)
     return ArgumentError(f"`{owner}` takes no `{name}`: {advice}")
 
 

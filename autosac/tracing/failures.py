@@ -42,7 +42,9 @@ _HIGHER_ORDER = (
     " one op, as `torch.where`."
 )
 _READS = ".numpy() is not supported"  # for tensors that hold no data
-_RUN = " A step on such inputs must run before it can be planned."
+_CANNOT = "The step cannot be traced without data: "
+FAILS = "The step fails: "
+RUNS_FIRST = " A step on such inputs must run before it can be planned."
 _GATHERED = (
     " With `param_dtype` the model's parameters and arguments are {dtype} here, its"
     " buffers in their own type, and the casts of FSDP2 where units inside the model"
@@ -87,10 +89,9 @@ def explanation(
         gathered_in: Type that FSDP2 gathers parameters in, if not in their own.
     """
     depends = isinstance(error, _compat.TRACE_ERRORS) or _READS in str(error)
-    what = "cannot be traced without data" if depends else "fails"
     line = _users_line(error.__traceback__)
     where = f" at {line}" if line else ""
-    advice = _VALUES if depends else _RUN
+    advice = _VALUES if depends else RUNS_FIRST
     if gathered_in is not None and not depends:
         advice = _GATHERED.format(dtype=str(gathered_in).removeprefix("torch."))
     is_elsewhere = any(words in str(error) for words in _ELSEWHERE)
@@ -117,7 +118,7 @@ def explanation(
     if _REFUSES_HOOKS in str(error):
         return differentiates(place, line)
     return (
-        f"The step {what}: in {place}{where}, {type(error).__name__} says"
+        f"{_CANNOT if depends else FAILS}in {place}{where}, {type(error).__name__} says"
         f" {quoted(error)}{advice}"
     )
 

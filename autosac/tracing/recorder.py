@@ -148,9 +148,14 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
 
     def place(self) -> str:
         """Where the step is, or failed, in words."""
+        return place_of(self.fqn, self.phase)
+
+    @property
+    def fqn(self) -> str:
+        """The innermost module where the step is, or failed."""
         in_backward = self.phase == "backward"
         module = self.modules.last_backward if in_backward else self.failed_in
-        return place_of(self.tree[module].fqn, self.phase)
+        return self.tree[module].fqn
 
     def tape(self) -> Tape:
         """What was recorded, as plain data."""

@@ -247,7 +247,7 @@ def _run_on(
                 step.learned.real = True  # values decide, or a fake kernel refuses
                 raise Retrace from error
             failure = explanation(error, recorder.place(), step.compute_dtype)
-            raise TraceError(failure) from error
+            raise TraceError(failure, fqn=recorder.fqn) from error
         tape = replace(recorder.tape(), parameters=parameters)
         if step.learned.earlier:
             step.learned.kept_bytes.append(storage_bytes(module_tensors(model)))

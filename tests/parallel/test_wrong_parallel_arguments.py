@@ -6,6 +6,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 import autosac
@@ -183,3 +190,58 @@ def test_a_degree_of_a_mesh_is_a_whole_number(name, degree):
     why = f"`mesh` has {name}={degree!r}, which must be a whole number"
     with pytest.raises(autosac.ArgumentError, match=why):
         plan_of(mesh={name: degree})
+
+
+# --- styles -------------------------------------------------------------------------
+
+
+HALVES = (
+    ({"blocks.*.1.up": "colwise"}, r"`blocks.0.1.down` .* no style: give it 'rowwise'"),
+    ({"blocks.*.1.down": "rowwise"}, r"or `blocks.0.1.down` 'rowwise_split_input'\.$"),
+)
+
+
+@pytest.mark.parametrize(("styles", "fix"), HALVES)
+@pytest.mark.parametrize("types", [{}, {"param_dtype": "bf16", "reduce_dtype": "fp32"}])
+def test_a_plan_of_half_a_pair_says_which_module_needs_a_style(styles, fix, types):
+    why = r"runs whole, and fails as `tp_plan` divides it among 2 ranks.*" + fix
+    with pytest.raises(autosac.ArgumentError, match=why):
+        plan_of(mesh={"tp": 2}, tp_plan=styles, **types)
+
+
+@pytest.mark.parametrize(
+    ("style", "word"),
+    [
+        (ColwiseParallel(), "'colwise'"),
+        (ColwiseParallel, "'colwise'"),
+        (RowwiseParallel(), "'rowwise'"),
+        (SequenceParallel(), "'sequence_parallel'"),
+        (PrepareModuleInput(), "'sequence_to_whole', or 'whole_input'"),
+        (["colwise"], "table in `autosac.parallel.tp_styles`"),
+    ],
+)
+def test_pytorchs_styles_are_refused_with_the_word_for_them(style, word):
+    why = f"'head' a .*write the word for it, .*{word}"
+    with pytest.raises(autosac.ArgumentError, match=why):
+        plan_of(mesh={"tp": 2}, tp_plan={"head": style})
+
+
+def test_tp_plan_of_another_library_is_refused_with_what_to_do():
+    with pytest.raises(autosac.ArgumentError, match="'auto'; leave it out to try all"):
+        plan_of(mesh={"tp": 2}, tp_plan="auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("mp_policy", MixedPrecisionPolicy(), "`param_dtype` and `reduce_dtype`"),
+        ("offload_policy", CPUOffloadPolicy(), "is not planned; leave it out"),
+        ("output_dtype", torch.float32, "the type that the model gives them"),
+        ("reshard_after_forward", True, "the plan chooses it"),
+        ("ignored_params", set(), "shards all parameters"),
+    ],
+)
+def test_arguments_of_fully_shard_are_refused_with_a_reason(name, value, advice):
+    with pytest.raises(autosac.ArgumentError, match=f"no `{name}`: .*{advice}") as why:
+        plan_of(**{name: value})
+    assert "do you mean" not in str(why.value)

@@ -201,7 +201,7 @@ DISTRIBUTED = {"model": Activated(), "tp_plan": {"activation": "whole_input"}}
         ({"mesh": None, "tp_plan": "tensor"}, ArgumentError, "no tensor parallelism"),
         ({"cluster": None}, ArgumentError, "`cluster` is missing"),
         ({"tp_plan": OUTSIDE}, ArgumentError, "`blocks` the style .* is in no block"),
-        ({"tp_plan": MIXED}, TraceError, "divided `blocks.0`"),
+        ({"tp_plan": MIXED}, ArgumentError, "divided `blocks.0`.*In `tp_plan`"),
         ({"tp_plan": "tensor", "optimizer": AT_ONCE}, TraceError, "`foreach=False`"),
         (DISTRIBUTED, UnsupportedError, "`activation` hands on a distributed tensor"),
         (
