@@ -65,6 +65,19 @@ def test_an_optimizer_that_refuses_its_parameters_is_named(model, optimizer):
         )
 
 
+def test_the_way_out_for_an_optimizer_of_matrices_works(model):
+    options = {"memory_budget": "1GiB", "loss_fn": _mean}
+    with pytest.raises(ArgumentError, match="Muon") as caught:
+        autosac.plan(model, torch.ones(2, 4), optimizer=torch.optim.Muon, **options)
+    of_matrices = "torch.optim.Muon([p for p in parameters if p.ndim == 2])"
+    assert f"Pass `lambda parameters: {of_matrices}`" in str(caught.value)
+
+    def own(parameters):
+        return torch.optim.Muon([p for p in parameters if p.ndim == 2])
+
+    autosac.plan(model, torch.ones(2, 4), optimizer=own, **options)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

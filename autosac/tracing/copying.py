@@ -322,10 +322,18 @@ def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:
     try:
         optimizer = make_optimizer(model.parameters())
     except (TypeError, AttributeError, ValueError) as error:
+        way_out = (
+            "an optimizer, its class or name, or `lambda parameters:"
+            " torch.optim.AdamW(parameters, lr=1e-3)`"
+        )
+        if "2D parameters" in str(error):
+            way_out = (
+                "`lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim"
+                " == 2])`, or another optimizer"
+            )
         raise ArgumentError(
             "`optimizer` is called with the model's parameters, and says"
-            f" {type(error).__name__}: {error}. Pass an optimizer, its class or name,"
-            " or `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`."
+            f" {type(error).__name__}: {quoted(error)} Pass {way_out}."
         ) from error
     if not isinstance(optimizer, _OPTIMIZERS):
         raise ArgumentError(
