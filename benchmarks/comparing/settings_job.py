@@ -44,10 +44,12 @@ class Setting:
     Attributes:
         device: As `autosac.profile` takes it.
         autocast: As `autosac.profile` takes it.
+        expandable: Whether the allocator's segments are.
     """
 
     device: str
     autocast: torch.dtype | None
+    expandable: bool = False
 
 
 SETTINGS = {
@@ -55,6 +57,10 @@ SETTINGS = {
     "cpu bf16": Setting(device="cpu", autocast=torch.bfloat16),
     "h100 fp32": Setting(device="h100", autocast=None),
     "h100 bf16": Setting(device="h100", autocast=torch.bfloat16),
+    "h100 fp32 expandable": Setting(device="h100", autocast=None, expandable=True),
+    "h100 bf16 expandable": Setting(
+        device="h100", autocast=torch.bfloat16, expandable=True
+    ),
 }
 
 
@@ -95,6 +101,7 @@ def _profiled(work: Workload, setting: Setting, where: str) -> autosac.Profile:
         optimizer=work.make_optimizer(model),
         device=setting.device,
         autocast=setting.autocast,
+        allocator=autosac.AllocatorSettings(expandable_segments=setting.expandable),
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from benchmarks.comparing.settings import COLUMNS
+from benchmarks.comparing.settings_job import SETTINGS
 from benchmarks.environment import MIB
 from benchmarks.judging.verdicts import quantile
 
@@ -62,7 +63,20 @@ def slow_ones(record: Record) -> list[Cell]:
 
 
 def summary(records: list[Record]) -> list[tuple[str, str, bool]]:
-    """What is asked for, what was found, whether that is enough."""
+    """What is asked for, what was found, whether that is enough.
+
+    Of PyTorch's allocator as it is by default, and of one with expandable segments.
+    """
+    judged = []
+    for is_expandable in (False, True):
+        own = [r for r in records if SETTINGS[r["setting"]].expandable is is_expandable]
+        said = "expandable segments: " if is_expandable else ""
+        if own:
+            judged += [(said + what, found, kept) for what, found, kept in _judged(own)]
+    return judged
+
+
+def _judged(records: list[Record]) -> list[tuple[str, str, bool]]:
     rows = [record for record in records if record["cells"]]
     every = [cell for record in rows for cell in cells(record)]
     every_gap = [gap for record in rows for gap in gaps(record)]
@@ -119,7 +133,8 @@ def page(record: Record) -> Iterator[str]:
         " Every budget is planned on its own from the traced step, largest first, with"
         " the defaults of `autosac.plan` and no dry run. Of every rival the cheapest"
         " setting that fits counts. Gaps are those of budgets"
-        " below the plain step's peak."
+        " below the plain step's peak. \"Expandable\": PyTorch's allocator has"
+        " `expandable_segments:True`, by which no block is larger than its tensor."
         " Models lie on the meta device where they can;"
         f" {'times on the CPU are measured' if record['calibrated'] else _MODELLED}.\n"
     )

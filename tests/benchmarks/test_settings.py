@@ -67,6 +67,16 @@ def test_a_violation_fails_what_it_violates_and_is_named(cell, asked):
     assert "- zoo/toy, cpu fp32: 0.70 (" in page
 
 
+def test_steps_with_expandable_segments_are_judged_apart():
+    wide = record((0, 9.0, 0.06, 1.0, None))
+    whole = record(*GOOD) | {"setting": "h100 bf16 expandable"}
+
+    failed = [a for a, _, kept in settings_page.summary([wide, whole]) if not kept]
+
+    assert any(text.startswith("gap: worst") for text in failed)
+    assert not any(text.startswith("expandable segments") for text in failed)
+
+
 def test_the_plain_step_s_budget_has_no_gap_to_count():
     # Of four cells the one at the baseline does not count: gaps of 0.1 and 0 % remain.
     assert settings_page.gaps(record(*GOOD)) == [0.001, 0.0]
