@@ -14,10 +14,11 @@ from autosac.cli.step_options import HostBudget, Offload, takes_step
 from autosac.cli.usage import check_needed, usage
 
 _PANEL = "Graphs"
+_OF_PLANS = ("exclude", "opaque", "expandable_segments")  # options of plans of modules
 
 
 @app.command("graph-info", epilog=EPILOG, rich_help_panel=_PANEL)
-@takes_step("optimizer", "accumulate", "exclude", "opaque")
+@takes_step("optimizer", "accumulate", *_OF_PLANS)
 def graph_info(model: Model, options: Options, as_json: Json = False) -> None:
     """Say what forward keeps and backward needs, module by module."""
     with exit_codes(as_json):
@@ -31,7 +32,7 @@ def graph_info(model: Model, options: Options, as_json: Json = False) -> None:
 
 
 @app.command("compile", epilog=EPILOG, rich_help_panel=_PANEL)
-@takes_step("optimizer", "device", "autocast", "accumulate", "exclude", "opaque")
+@takes_step("optimizer", "device", "autocast", "accumulate", *_OF_PLANS)
 def compile_model(
     model: Model,
     budget: Budget,

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from autosac.cli import config_batches
-from autosac.cli.usage import UsageError, usage
+from autosac.cli.usage import UsageError, check_needed, usage
+from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.devices.specs import device_spec, present_gpu
 from autosac.errors import AutosacError
 from autosac.planning.batch_kinds import are_several
@@ -125,6 +126,7 @@ def asked(
     device: str = "",
     exclude: list[str] | None = None,
     opaque: list[str] | None = None,
+    expandable_segments: bool = False,
 ) -> Target:
     """The step that options of the command line describe.
 
@@ -137,6 +139,7 @@ def asked(
         length: and length of its sequences.
         autocast: Type to autocast to, '' for none.
         accumulate: As in `autosac.profile`, like what follows.
+        expandable_segments: Whether the segments of a GPU's allocator are.
 
     Raises:
         UsageError: One of them cannot be meant.
@@ -153,6 +156,10 @@ def asked(
         options["opaque"] = tuple(opaque)
     if device:
         options["device"] = device
+    if expandable_segments:
+        on_gpu = on == "cuda" or device not in ("", "cpu")
+        check_needed("--expandable-segments", True, "--device or --on cuda", on_gpu)
+        options["allocator"] = AllocatorSettings(expandable_segments=True)
     if autocast:
         with usage():
             options["autocast"] = read_dtype(autocast)

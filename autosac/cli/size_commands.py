@@ -87,7 +87,7 @@ def batch_size(
 
 
 @app.command(epilog=EPILOG, rich_help_panel=_PANEL)
-@takes_step("device")
+@takes_step("device", "expandable_segments")
 @takes_units
 def parallel(
     model: Model,
@@ -187,7 +187,7 @@ def _stages(
 
 
 @app.command("min-gpus", epilog=EPILOG, rich_help_panel=_PANEL)
-@takes_step("device")
+@takes_step("device", "expandable_segments")
 @takes_units
 def min_gpus(
     model: Model,

@@ -281,7 +281,7 @@ def export(
 
 
 @app.command(epilog=EPILOG)
-@takes_step("device", "exclude", "opaque")
+@takes_step("device", "exclude", "opaque", "expandable_segments")
 def verify(
     plan_file: PlanFile,
     model: Model,
@@ -364,7 +364,7 @@ def devices(as_json: Json = False) -> None:
 
 
 @app.command(epilog=EPILOG)
-@takes_step("device", "exclude", "opaque")
+@takes_step("device", "exclude", "opaque", "expandable_segments")
 def calibrate(
     model: Model,
     options: Options,

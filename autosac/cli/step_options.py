@@ -48,6 +48,13 @@ Opaque = Annotated[
         " name or pattern (*.gate); repeatable.",
     ),
 ]
+ExpandableSegments = Annotated[
+    bool,
+    typer.Option(
+        "--expandable-segments",
+        help="The GPU's program has PYTORCH_ALLOC_CONF=expandable_segments:True.",
+    ),
+]
 
 AcUnits = Annotated[
     list[str] | None,
@@ -148,6 +155,7 @@ def _step_options(
     accumulate: Accumulate = 1,
     exclude: Exclude = None,
     opaque: Opaque = None,
+    expandable_segments: ExpandableSegments = False,
 ) -> None:
     """A command that takes all of them."""
 

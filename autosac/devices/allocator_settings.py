@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from autosac.errors import ArgumentError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.quantities import is_positive, whole_number
 
 Cap = Literal["allocated", "reserved"]
 
 _LEAST_SPLIT_MB = 20  # kLargeBuffer in c10/core/AllocatorConfig.h
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_NOT_SIMULATED = ("backend", "roundup_power2_divisions")
+_OUTER_COMMA = re.compile(r",(?![^\[]*\])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,34 @@ class AllocatorSettings:
                 f"`garbage_collection_threshold`={threshold} has no effect without"
                 " `memory_limit_bytes`, what `set_per_process_memory_fraction` allows."
             )
+
+
+def program_settings() -> AllocatorSettings:
+    """What this program's environment says of the allocator of its GPU.
+
+    The variables are those that c10/cuda/CUDAAllocatorConfig.h reads, in its order.
+    Garbage is collected only under a memory limit, which is not read.
+
+    Raises:
+        UnsupportedError: Blocks would not be those of the allocator that is simulated.
+    """
+    name = next((name for name in _VARIABLES if name in os.environ), None)
+    if name is None:
+        return AllocatorSettings()
+    text = "".join(os.environ[name].split())  # whitespace is ignored there, too
+    said = dict(part.partition(":")[::2] for part in _OUTER_COMMA.split(text))
+    for key in _NOT_SIMULATED:
+        if said.get(key, "native") != "native":
+            raise UnsupportedError(
+                f"{name} has {key}:{said[key]}, and memory that is handed out so is not"
+                " simulated: take that out of it, or say how the program will run with"
+                " `allocator=autosac.AllocatorSettings()`."
+            )
+    most = said.get("max_split_size_mb")
+    return AllocatorSettings(
+        expandable_segments=said.get("expandable_segments") == "True",
+        max_split_size_mb=int(most) if most and most.isdecimal() else None,
+    )
 
 
 def check_allocator(allocator: object) -> None:

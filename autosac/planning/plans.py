@@ -376,12 +376,15 @@ class Plan(PlanData, Summarized):
                 f"up to {gap} of the waiting may be avoidable, as far as its simple"
                 " bound can tell; plan with a little more memory",
             )
-        if self.device != "cpu":
+        allocator = None if self.traced is None else self.traced.allocator
+        if self.device != "cpu" and not (allocator and allocator.expandable_segments):
             return (
                 "warning",
                 f"up to {gap} of the recomputation may be avoidable, as far as a bound"
-                " can tell that does not know how full the allocator's blocks get;"
-                " plan with a little more memory",
+                " can tell that does not know how full the allocator's blocks get; plan"
+                " with a little more memory, or for full ones: run with"
+                " PYTORCH_ALLOC_CONF=expandable_segments:True and plan with"
+                " `allocator`=autosac.AllocatorSettings(expandable_segments=True)",
             )
         return (
             "warning",

@@ -9,7 +9,11 @@ import torch
 
 from autosac.checkpointing.backend_flags import backend_flags
 from autosac.costs.sources import modelled_costs
-from autosac.devices.allocator_settings import AllocatorSettings, check_allocator
+from autosac.devices.allocator_settings import (
+    AllocatorSettings,
+    check_allocator,
+    program_settings,
+)
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
 from autosac.errors import UnsupportedError
@@ -113,8 +117,8 @@ def profile(
         keeps_gradients: Whether gradients are there all the time, set to zero in place
             (``zero_grad(set_to_none=False)``, before forward or between forward and
             backward) or never.
-        allocator: How the program uses PyTorch's allocator on a GPU, if that is not at
-            its defaults.
+        allocator: How the program uses PyTorch's allocator on a GPU. None for what
+            ``PYTORCH_ALLOC_CONF`` says if the model is on a GPU, else its defaults.
         exclude: Modules that must not be AC units, by FQNs, patterns of them
             (``"*.gate"``), or classes.
         opaque: Modules that are never run again, nor cut inside, such as routers,
@@ -204,6 +208,8 @@ def profile_of_step(
     """Trace a step that `profile` has read; arguments are those of `profile`."""
     excluded = marked_modules(exclude, step.model, name="exclude", inside=False)
     check_allocator(allocator)
+    if allocator is None and step.device_type == "cuda" and not step.lens:
+        allocator = program_settings()
     tape = trace(step)
     if step.loss_fn is None:
         warn_of_summed_outputs(step.model, tape)

@@ -822,3 +822,14 @@ def test_a_plan_may_offload():
     arguments = ("plan", "tests.factories:named", "-b", "1GiB", "--offload")
 
     assert run_json(*arguments, "--host-budget", "1MiB")["offloaded_bytes"] == 0
+
+
+def test_segments_may_be_expandable_where_a_gpu_is_planned_for():
+    step = ("estimate", MLP, "--optimizer", "adamw", "--device", "h100")
+    more = "--expandable-segments"
+    peaks = [run_json(*step)["peak_bytes"], run_json(*step, more)["peak_bytes"]]
+    refused = run("estimate", MLP, "--expandable-segments")
+
+    assert 0 < peaks[1] <= peaks[0]
+    assert refused.exit_code == 2
+    assert "--expandable-segments needs --device or --on cuda" in refused.stderr

@@ -8,6 +8,7 @@ import torch
 
 import autosac
 from autosac.cli import demo
+from autosac.devices.allocator_settings import AllocatorSettings
 from autosac.planning import reporting
 from autosac.planning.checking import chosen
 from autosac.quantities import format_bytes
@@ -284,10 +285,17 @@ def test_a_report_of_a_plan_of_chains_adds_up(traced):
 
 
 @pytest.mark.parametrize(
-    ("device", "told"), [("cpu", "`time_limit_s`=60"), ("h100", "allocator's blocks")]
+    ("device", "expandable", "told"),
+    [
+        ("cpu", False, "`time_limit_s`=60"),
+        ("h100", False, "PYTORCH_ALLOC_CONF=expandable_segments:True"),
+        ("h100", True, "`time_limit_s`=60"),
+    ],
 )
-def test_a_wide_gap_is_said_with_what_it_is_of(plan, device, told):
-    wide = replace(plan, bound_ms=plan.recompute_ms / 2, device=device, traced=None)
+def test_a_wide_gap_is_said_with_what_it_is_of(plan, device, expandable, told):
+    settings = AllocatorSettings(expandable_segments=expandable)
+    traced = replace(plan.traced, allocator=settings)
+    wide = replace(plan, bound_ms=plan.recompute_ms / 2, device=device, traced=traced)
 
     assert told not in " ".join(str(plan).split())
     assert told in " ".join(str(wide).split())

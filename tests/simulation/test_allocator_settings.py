@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autosac.devices.allocator_settings import AllocatorSettings
-from autosac.errors import ArgumentError
+from autosac.devices.allocator_settings import AllocatorSettings, program_settings
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.simulation.caching_allocator import CachingAllocator
 
 KIB, MIB = 2**10, 2**20
@@ -250,3 +250,63 @@ def test_blocks_never_overlap_whatever_the_settings(sequence, settings):
         allocator.free(address)
     allocator.release()
     assert allocator.reserved_bytes == 0 == allocator.allocated_bytes
+
+
+# --- what a program's environment says -----------------------------------------------
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """Set those of the allocator, and none else."""
+
+    def those(**values):
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+
+    return those
+
+
+@pytest.mark.parametrize(
+    ("text", "settings"),
+    [
+        ("expandable_segments:True", {"expandable_segments": True}),
+        ("expandable_segments:False", {}),
+        (
+            "backend:native, max_split_size_mb : 64,expandable_segments: True",
+            {"expandable_segments": True, "max_split_size_mb": 64},
+        ),
+        ("pinned_use_cuda_host_register:True,garbage_collection_threshold:0.8", {}),
+        ("", {}),
+    ],
+)
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_programs_settings_are_those_of_its_environment(
+    variables, name, text, settings
+):
+    variables(**{name: text})
+
+    assert program_settings() == AllocatorSettings(**settings)
+
+
+def test_the_variable_that_pytorch_reads_first_counts(variables):
+    variables(
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+        PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:64",
+    )
+
+    assert program_settings() == AllocatorSettings(max_split_size_mb=64)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["backend:cudaMallocAsync", "roundup_power2_divisions:[256:1,512:2,>:8]"],
+)
+def test_settings_that_are_not_simulated_are_refused(variables, text):
+    variables(PYTORCH_ALLOC_CONF=f"expandable_segments:True,{text}")
+
+    with pytest.raises(UnsupportedError) as caught:
+        program_settings()
+
+    assert f"PYTORCH_ALLOC_CONF has {text}, " in str(caught.value)
