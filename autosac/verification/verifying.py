@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autosac.checkpointing.reaching import reached
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
 from autosac.progress import progress_bar
 from autosac.pytrees import held_tensors, module_tensors
@@ -26,7 +27,6 @@ from autosac.step.arguments import (
     optimizer_for,
     read_dtype,
     short,
-    warn,
 )
 from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
 from autosac.step.training_step import (
@@ -35,6 +35,7 @@ from autosac.step.training_step import (
     normalize_inputs,
     training_step,
 )
+from autosac.storages import storage_bytes
 from autosac.summaries import Summarized, Summary, Table
 from autosac.tracing.failures import quoted
 from autosac.verification.measuring import (
@@ -42,6 +43,11 @@ from autosac.verification.measuring import (
     capture_state,
     differences,
     measure_peak,
+)
+from autosac.verification.planned_steps import (
+    warn_of_another_batch,
+    warn_of_another_loss,
+    warn_of_another_optimizer,
 )
 
 MakeOptimizer = Callable[[Any], AnyOptimizer | None]
@@ -138,7 +144,7 @@ def verify(
     steps: int = 2,
     seed: int = 0,
     timing_rounds: int = 3,
-    extra_bytes: int = 0,
+    extra_bytes: int | None = None,
     autocast: torch.dtype | str | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
@@ -162,8 +168,9 @@ def verify(
             Optimizer state exists from the second on.
         seed: Seeds model, inputs and steps.
         timing_rounds: Timed steps of each kind, taken in turn; 0 for no times (NaN).
-        extra_bytes: Device memory held by ``loss_fn`` alone, such as targets.
-            Not needed on a GPU, where the measured peak holds everything.
+        extra_bytes: Device memory held by ``loss_fn`` alone, such as targets; None
+            for that of all tensors that it reaches by its closure, defaults, globals
+            and attributes. Not used on a GPU, where the measured peak holds everything.
         autocast: As in `profile`.
         accumulate: As in `profile`.
         clip_grad_norm: As in `profile`.
@@ -204,25 +211,8 @@ def verify(
         gradients_in_forward=gradients_in_forward,
         keeps_gradients=keeps_gradients,
     )
-    _warn_of_another_loss(plan, loss_fn)
+    warn_of_another_loss(plan, loss_fn)
     return verify_each((plan,), recipe, progress=progress)[0]
-
-
-# What a step computes of outputs without a `loss_fn`; of micro-steps, divided.
-_SUMS = ("aten.sum.default", "aten.stack.default", "aten.div.Tensor")
-
-
-def _warn_of_another_loss(plan: Any, loss_fn: LossFn | None) -> None:
-    """Warn where a plan was made with a loss, if that is known, and none is here."""
-    traced = getattr(plan, "traced", None)
-    if traced is None or loss_fn is not None:
-        return
-    in_loss = {op.name for op in traced.tape.ops if op.phase == "loss"}
-    if not in_loss <= set(_SUMS):
-        warn(
-            "The plan was made with a `loss_fn`, and `verify` got none, so that the"
-            " loss in it takes other memory: pass the same."
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +226,7 @@ class Recipe:
     steps: int = 2
     seed: int = 0
     timing_rounds: int = 3
-    extra_bytes: int = 0
+    extra_bytes: int | None = None
     autocast: torch.dtype | None = None
     accumulate: int = 1
     clip_grad_norm: float | None = None
@@ -244,7 +234,10 @@ class Recipe:
     keeps_gradients: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("steps", 1), ("timing_rounds", 0), ("extra_bytes", 0)):
+        numbers = [("steps", 1), ("timing_rounds", 0)]
+        if self.extra_bytes is not None:
+            numbers.append(("extra_bytes", 0))
+        for name, least in numbers:
             whole_number(getattr(self, name), name=name, least=least)
         if not is_whole(self.seed):
             raise ArgumentError(f"`seed` must be a whole number, got {self.seed!r}.")
@@ -397,6 +390,14 @@ class _Run:
         yield from optimizer_tensors(self.optimizer)
         yield from hook_tensors(self.optimizer)
         yield from held_tensors((self.args, self.kwargs))
+        if self.recipe.loss_fn is not None and self.recipe.extra_bytes is None:
+            reach = reached(self.recipe.loss_fn)
+            yield from (*reach.tensors, *held_tensors(reach.modules, in_objects=False))
+
+    def state_bytes(self) -> int:
+        """What the optimizer keeps from step to step."""
+        tensors = (*optimizer_tensors(self.optimizer), *hook_tensors(self.optimizer))
+        return storage_bytes(tensors, device=self.device)
 
     def _find_device(self) -> torch.device:
         tensor = next(self.tensors(), None)
@@ -415,6 +416,7 @@ class _Run:
 
 def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, State]:
     run = _Run(recipe, plan)
+    warn_of_another_batch(plan, run.model, run.args, run.kwargs)
 
     def earlier_steps() -> None:
         for _ in range(recipe.steps - 1):
@@ -424,10 +426,11 @@ def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, St
     loss, peak_bytes = measure_peak(
         run.step,
         device=run.device,
-        persistent_bytes=recipe.extra_bytes,
+        persistent_bytes=recipe.extra_bytes or 0,
         held=run.tensors,
         warm_up=earlier_steps,
     )
+    warn_of_another_optimizer(plan, run.state_bytes())
     state = capture_state(run.model, run.optimizer, loss)
     times_ms = [run.timed_step_ms()] if recipe.timing_rounds else []
     return _Measured(peak_bytes, times_ms), state
