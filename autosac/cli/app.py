@@ -7,6 +7,7 @@ the budget, or the step does not fit the device.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,11 +18,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from autosac.cli.usage import UsageError, as_typed, usage
+from autosac.cli.usage import (
+    UsageError,
+    as_typed,
+    know_options,
+    plain_warnings,
+    typed_bytes,
+    usage,
+    writing,
+)
 from autosac.errors import AutosacError, InfeasibleBudgetError, Interrupted
 from autosac.quantities import parse_bytes
 
 EXIT_ERROR, EXIT_USAGE, EXIT_INFEASIBLE = 1, 2, 3
+_STDOUT = "stdout"  # as errors call it
 EPILOG = (
     "Exit codes: 0 done, 1 error, 2 usage, 3 no plan fits the budget (or the step does"
     " not fit the device)."
@@ -58,6 +68,7 @@ def _installed_version() -> str:
 
 @app.callback()
 def _command(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -66,6 +77,8 @@ def _command(
     ] = False,
 ) -> None:
     """What comes before the name of a command."""
+    commands: Any = context.command
+    know_options(commands.commands[context.invoked_subcommand].params)
 
 
 Model = Annotated[str, typer.Argument(help=MODEL, show_default=False)]
@@ -75,7 +88,13 @@ PlanFile = Annotated[
     Path, typer.Argument(help="A file that `autosac plan -o` wrote.", exists=True)
 ]
 Budget = Annotated[
-    str, typer.Option("--budget", "-b", help='Such as "24GiB", "24GB" or "80%".')
+    str,  # or the bytes that a text of digits says
+    typer.Option(
+        *("--budget", "-b"),
+        parser=typed_bytes,
+        metavar="BYTES",
+        help='Such as "24GiB", "24GB" or "80%"; digits alone are bytes.',
+    ),
 ]
 
 
@@ -83,7 +102,10 @@ Budget = Annotated[
 def exit_codes(as_json: bool) -> Iterator[None]:
     """Turn errors into one sentence and an exit code."""
     try:
-        yield
+        with plain_warnings():
+            yield
+    except BrokenPipeError:  # who reads the output has read enough
+        raise
     except InfeasibleBudgetError as error:
         facts = {
             "budget_bytes": error.budget_bytes,
@@ -101,7 +123,8 @@ def exit_codes(as_json: bool) -> Iterator[None]:
     except UsageError as error:
         _fail(str(error), "usage", EXIT_USAGE, as_json)
     except (AutosacError, ValueError, ImportError, OSError) as error:
-        _fail(str(error), "error", EXIT_ERROR, as_json)
+        can_print = getattr(error, "filename", None) != _STDOUT
+        _fail(str(error), "error", EXIT_ERROR, as_json and can_print)
 
 
 def _fail(
@@ -125,12 +148,34 @@ def print_json(value: Any) -> None:
 
 def show(as_json: bool, record: Callable[[], Any], shown: Any) -> None:
     """Print a record for machines, or what people read."""
-    if as_json:
-        print_json(record())
-    elif isinstance(shown, str):
-        print(shown)  # as it is: Rich would take [brackets] for its own
-    else:
-        Console().print(shown)
+    with _stdout_named():
+        if as_json:
+            print_json(record())
+        elif isinstance(shown, str):
+            print(shown)  # as it is: Rich would take [brackets] for its own
+        else:
+            Console().print(shown)
+
+
+@contextmanager
+def _stdout_named() -> Iterator[None]:
+    """Write to the standard output now; an error of that names it."""
+    try:
+        with writing(_STDOUT):
+            yield
+            sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError:  # what is left cannot be written as Python ends, either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
+
+
+def write(path: Path | None, save: Callable[[Path], object]) -> None:
+    """Write a file if one is asked for."""
+    if path is not None:
+        with writing(path):
+            save(path)
 
 
 def wrote(*paths: Path | None) -> None:
@@ -140,7 +185,7 @@ def wrote(*paths: Path | None) -> None:
             print(f"autosac: wrote {path}", file=sys.stderr)
 
 
-def budget_bytes_of(text: str, total_bytes: int | None) -> int:
+def budget_bytes_of(typed: int | str, total_bytes: int | None) -> int:
     """What was typed as --budget, in bytes."""
     with usage():
-        return parse_bytes(text, total_bytes=total_bytes, name="--budget")
+        return parse_bytes(typed, total_bytes=total_bytes)

@@ -43,8 +43,9 @@ class GridStep:
                 options[name] = "" if value is None else value
             else:
                 settings.append(f"{name}={value!r}")
-        if not all(isinstance(options[n], int) for n in ("accumulate", "batch")):
-            raise UsageError("--grid accumulate and batch must be whole numbers.")
+        for name in ("accumulate", "batch", "length"):
+            if name in values and name not in own and not isinstance(values[name], int):
+                raise UsageError(f"--grid {name} must be whole numbers.")
         return asked(self.model, settings=settings, **options)
 
     def __call__(self, **values: Any) -> dict[str, Any]:

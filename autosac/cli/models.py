@@ -119,8 +119,8 @@ def asked(
     settings: Sequence[str] | None = None,
     optimizer: str = "",
     on: str = "cpu",
-    batch: int = 1,
-    length: int = 512,
+    batch: int | None = None,
+    length: int | None = None,
     autocast: str = "",
     accumulate: int = 1,
     device: str = "",
@@ -135,8 +135,8 @@ def asked(
         settings: ``key=value`` arguments of the factory, or entries of the config.
         optimizer: Name of a class of ``torch.optim``, '' for none.
         on: Where to build it: ``cpu``, ``cuda`` or ``meta``.
-        batch: Batch size of an HF model,
-        length: and length of its sequences.
+        batch: Batch size of an HF model, None for 1,
+        length: and length of its sequences, None for 512.
         autocast: Type to autocast to, '' for none.
         accumulate: As in `autosac.profile`, like what follows.
         expandable_segments: Whether the segments of a GPU's allocator are.
@@ -170,6 +170,7 @@ def asked(
     path = hf_path(model)
     factory = factory_of(model) if path is None else None
     if factory is not None:
+        _check_of_config(model, batch=batch, length=length)
         _check_arguments(model, factory, arguments)
 
     def make() -> dict[str, Any]:
@@ -177,7 +178,7 @@ def asked(
             if factory is not None:
                 return _parts_of(model, _called(model, factory, arguments))
             assert path is not None
-            return _from_config(path, arguments, batch, length)
+            return _from_config(path, arguments, batch or 1, length or 512)
 
     return Target(make=make, optimizer=optimizer, options=options)
 
@@ -285,6 +286,17 @@ def factory_of(name: str) -> Callable[..., Any]:
         raise UsageError(f"{name!r} is no function, but {type(resolved).__name__}.")
     factory: Callable[..., Any] = resolved
     return factory
+
+
+def _check_of_config(name: str, **sizes: Any) -> None:
+    """Refuse sizes of batches that a factory would not hear of."""
+    for option, size in sizes.items():
+        if size is not None:
+            raise UsageError(
+                f"--{option} {size} is for hf: models, and {name!r} makes its own"
+                f" batch: leave it out, or write --set {option}={size} if the factory"
+                " has such an argument."
+            )
 
 
 def _check_arguments(

@@ -19,6 +19,7 @@ from autosac.cli.app import (
     app,
     exit_codes,
     show,
+    write,
     wrote,
 )
 from autosac.cli.step_options import (
@@ -40,7 +41,7 @@ from autosac.cli.step_options import (
     takes_step,
     takes_units,
 )
-from autosac.cli.usage import UsageError, check_folders, check_needed, usage
+from autosac.cli.usage import UsageError, check_files, check_needed, usage
 
 if TYPE_CHECKING:
     from autosac.parallel.plans import ParallelPlan
@@ -50,7 +51,7 @@ _PANEL = "How much fits"
 
 
 @app.command("batch-size", epilog=EPILOG, rich_help_panel=_PANEL)
-@takes_step()
+@takes_step("batch")
 @takes_units
 def batch_size(
     model: Model,
@@ -117,7 +118,7 @@ def parallel(
 ) -> None:
     """Plan FSDP2, tensor parallelism, stages and recomputation of many GPUs."""
     with exit_codes(as_json):
-        check_folders(out)
+        check_files(out)
         check_needed("--host-budget", host_budget, "--offload", offload)
         step = cli.models.asked(model, **options)
         typed: dict[str, Any] = {
@@ -145,8 +146,7 @@ def parallel(
                 plan = autosac.plan_pipeline(
                     **step.pipeline(), **typed, **stages, **far
                 )
-        if out is not None:
-            plan.save(out)
+        write(out, plan.save)
         wrote(out)
         show(as_json, lambda: cli.tables.cluster_record(plan), str(plan))
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from weakref import WeakKeyDictionary
 
 import typer
 from rich.console import Console
@@ -26,22 +26,32 @@ from autosac.cli.app import (
     budget_bytes_of,
     exit_codes,
     show,
+    write,
     wrote,
 )
 from autosac.cli.step_options import (
     HostBudget,
     Interactive,
     Offload,
+    given_options,
     takes_step,
     takes_units,
 )
-from autosac.cli.usage import OPTIONS, UsageError, check_folders, check_needed, usage
+from autosac.cli.usage import (
+    OPTIONS,
+    UsageError,
+    check_files,
+    check_needed,
+    typed_bytes,
+    usage,
+)
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.pictures.pictures import check_suffix
 
 if TYPE_CHECKING:
     from autosac.results.sweeps import Sweep
 
+_LEAST_DIGITS = 6  # of bytes that a step may fit; names of devices have fewer
 _OF_A_GRID = "(with --grid)"
 _GRID = (
     "Values of an argument of the factory, as --set takes them, or of one of these"
@@ -84,7 +94,7 @@ def plan(
     """Find the cheapest plan that fits a budget."""
     how: Options = {"relative_gap": gap, "offload": offload, "host_budget": host_budget}
     with exit_codes(as_json):
-        check_folders(out, html)
+        check_files(out, html)
         check_needed("--interactive", interactive, "--html", html)
         check_needed("--host-budget", host_budget, "--offload", offload)
         step = cli.models.asked(model, **options)
@@ -99,10 +109,8 @@ def plan(
                 cheapest = autosac.plan(
                     traced, memory_budget=budget_bytes, **given, **how
                 )
-        if out is not None:
-            cheapest.save(out)
-        if html is not None:
-            cheapest.to_html(html, interactive=interactive)
+        write(out, cheapest.save)
+        write(html, partial(cheapest.to_html, interactive=interactive))
         wrote(out, html)
         show(as_json, lambda: cli.tables.plan_record(cheapest), str(cheapest))
 
@@ -116,7 +124,12 @@ def sweep(
     given: Options,
     budgets: Annotated[
         list[str] | None,
-        typer.Option("--budget", "-b", help="A budget; repeat for more."),
+        typer.Option(
+            *("--budget", "-b"),
+            parser=typed_bytes,
+            metavar="BYTES",
+            help="A budget; repeat for more.",
+        ),
     ] = None,
     n: Annotated[
         int,
@@ -147,7 +160,7 @@ def sweep(
 ) -> None:
     """Plan for many budgets, and a grid of steps: what a byte costs in time."""
     with exit_codes(as_json):
-        check_folders(out, csv, parquet)
+        check_files(out, csv, parquet)
         if out is not None:
             with usage():
                 check_suffix(out)
@@ -180,15 +193,11 @@ def _show_sweep(
     as_json: bool,
 ) -> None:
     """Write the files, then show the table; exit with a code if nothing is planned."""
-    if csv is not None:
-        rows.to_csv(csv)
-    if parquet is not None:
-        rows.to_parquet(parquet)
+    write(csv, rows.to_csv)
+    write(parquet, rows.to_parquet)
     kinds = {row.status for row in rows}
-    if out is not None and "planned" in kinds:
-        rows.picture().save(out)
-    else:
-        out = None
+    out = out if "planned" in kinds else None
+    write(out, lambda path: rows.picture().save(path))
     wrote(csv, parquet, out)
     show(as_json, lambda: cli.tables.sweep_record(rows), cli.tables.sweep_table(rows))
     if "planned" not in kinds:
@@ -212,8 +221,8 @@ def estimate(
         step = cli.models.asked(model, **options)
         traced = step.calibrated()
         plain_estimate = autosac.estimate(traced)
-        with usage():
-            does_fit = plain_estimate.fits(fits or None)
+        with usage(device="fits"):
+            does_fit = plain_estimate.fits(_device_or_bytes(fits))
         least = autosac.floor(traced)
 
         def record() -> dict[str, Any]:
@@ -229,25 +238,39 @@ def estimate(
             raise typer.Exit(code=EXIT_INFEASIBLE)
 
 
+def _device_or_bytes(typed: str) -> int | str | None:
+    """What was typed as --fits: digits alone are bytes, unless few as of a 4090."""
+    return typed_bytes(typed) if len(typed) >= _LEAST_DIGITS else typed or None
+
+
 @app.command(epilog=EPILOG)
 @takes_step()
 def advise(
     model: Model,
     options: Options,
     budget: Annotated[
-        str, typer.Option("--budget", "-b", help="Plan each change for it.")
+        str,
+        typer.Option(
+            *("--budget", "-b"),
+            parser=typed_bytes,
+            metavar="BYTES",
+            help="Plan each change for it.",
+        ),
     ] = "",
     csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
     as_json: Json = False,
 ) -> None:
     """Say what else would lower the peak, each change simulated, cheapest first."""
     with exit_codes(as_json):
-        check_folders(csv)
+        check_files(csv)
         traced = cli.models.asked(model, **options).calibrated()
-        wanted = budget_bytes_of(budget, traced.device.memory_bytes) if budget else None
+        wanted = (
+            budget_bytes_of(budget, traced.device.memory_bytes)
+            if budget != ""
+            else None
+        )
         advice = autosac.advise(traced, memory_budget=wanted)
-        if csv is not None:
-            advice.to_csv(csv)
+        write(csv, advice.to_csv)
         wrote(csv)
         show(as_json, lambda: cli.tables.advice_record(advice), str(advice))
 
@@ -293,16 +316,17 @@ def verify(
     with exit_codes(as_json):
         step = cli.models.asked(model, **options)
         loaded = autosac.Plan.load(plan_file)
-        parts = step.parts()
-        optimizers: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # by their model
+        given = {name for name, part in step.parts().items() if part is not None}
+        last: Options = {}  # parts of the model that was built last, without it
 
         def make_model() -> Any:
-            own = step.parts()
-            optimizers[own["model"]] = own.get("optimizer")
-            return own["model"]
+            parts = step.parts()
+            built = parts.pop("model")
+            last.update(parts)
+            return built
 
         def make_optimizer(built: Any) -> Any:
-            maker = optimizers[built]
+            maker = last.pop("optimizer")
             if cli.models.is_optimizer(maker):
                 return maker
             return maker(built.parameters())
@@ -310,9 +334,9 @@ def verify(
         verification = autosac.verify(
             loaded,
             make_model,
-            lambda: step.parts()["inputs"],
-            make_optimizer=parts.get("optimizer") and make_optimizer,
-            loss_fn=parts.get("loss_fn"),
+            lambda: last["inputs"],
+            make_optimizer=make_optimizer if "optimizer" in given else None,
+            loss_fn=(lambda out: last["loss_fn"](out)) if "loss_fn" in given else None,
             steps=steps,
             autocast=step.options.get("autocast"),
             accumulate=options["accumulate"],
@@ -341,8 +365,10 @@ def report(
 ) -> None:
     """Explain a plan: why each module is recomputed, what more memory buys."""
     with exit_codes(as_json=False):
-        check_folders(html)
+        check_files(html)
         check_needed("--interactive", interactive, "--html", html)
+        for option in given_options(options):
+            check_needed(option, True, "a model", model)
         loaded = autosac.Plan.load(plan_file)
         traced = None
         if model:
@@ -350,9 +376,10 @@ def report(
             traced = step.calibrated() if loaded.calibrated else step.profile()
             autosac.check(loaded, traced)
         if html is None:
-            Console().print(loaded.report(traced))
+            show(False, dict, loaded.report(traced))
         else:
-            loaded.to_html(html, traced, interactive=interactive)
+            save = partial(loaded.to_html, profile=traced, interactive=interactive)
+            write(html, save)
             wrote(html)
 
 
@@ -360,7 +387,8 @@ def report(
 def devices(as_json: Json = False) -> None:
     """List the devices that can be planned for without being present."""
     records = [cli.tables.device_record(spec) for spec in KNOWN_DEVICES.values()]
-    show(as_json, lambda: records, cli.tables.device_table(KNOWN_DEVICES.values()))
+    with exit_codes(as_json):
+        show(as_json, lambda: records, cli.tables.device_table(KNOWN_DEVICES.values()))
 
 
 @app.command(epilog=EPILOG)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import wraps
 from typing import Annotated, Any
 
 import typer
 
-from autosac.cli.usage import UsageError
+from autosac.cli.usage import UsageError, typed_bytes
 
 Settings = Annotated[
     list[str] | None,
@@ -32,8 +32,12 @@ Device = Annotated[
 Build = Annotated[
     str, typer.Option("--on", help="Where to build the model: cpu, cuda or meta.")
 ]
-Batch = Annotated[int, typer.Option(min=1, help="Batch size of an hf: model.")]
-Length = Annotated[int, typer.Option(min=1, help="Tokens per sequence of one.")]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help="Batch size of an hf: model. [default: 1]")
+]
+Length = Annotated[
+    int | None, typer.Option(min=1, help="Tokens per sequence of one. [default: 512]")
+]
 Autocast = Annotated[str, typer.Option(help="Type to autocast to, such as bfloat16.")]
 Accumulate = Annotated[int, typer.Option(min=1, help="Micro-steps per optimizer step.")]
 Exclude = Annotated[
@@ -128,7 +132,12 @@ Offload = Annotated[
     bool, typer.Option(help="Let what is kept for backward lie in far memory as well.")
 ]
 HostBudget = Annotated[
-    str | None, typer.Option(help='Cap on what lies there, such as "64GiB".')
+    str | None,
+    typer.Option(
+        parser=typed_bytes,
+        metavar="BYTES",
+        help='Cap on what lies there, such as "64GiB"; digits alone are bytes.',
+    ),
 ]
 
 Interactive = Annotated[
@@ -144,13 +153,16 @@ ParamDtype = Annotated[
 ReduceDtype = Annotated[str, typer.Option(help="Reduce gradients in this type.")]
 
 
+_TYPED = {"settings": "set"}  # where an option has another name
+
+
 def _step_options(
     settings: Settings = None,
     optimizer: Optimizer = "",
     device: Device = "",
     on: Build = "cpu",
-    batch: Batch = 1,
-    length: Length = 512,
+    batch: Batch = None,
+    length: Length = None,
     autocast: Autocast = "",
     accumulate: Accumulate = 1,
     exclude: Exclude = None,
@@ -165,6 +177,13 @@ def _unit_options(ac_units: AcUnits = None, fsdp_units: FsdpUnits = None) -> Non
 
 
 Command = Callable[..., None]
+
+
+def given_options(options: Mapping[str, Any]) -> list[str]:
+    """What was typed for a step, as far as it is no default."""
+    own = inspect.signature(_step_options).parameters
+    names = [key for key, value in options.items() if value != own[key].default]
+    return [f"--{_TYPED.get(key, key).replace('_', '-')}" for key in names]
 
 
 def takes_step(*without: str) -> Callable[[Command], Command]:
