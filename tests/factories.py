@@ -82,3 +82,11 @@ def chain(layers=2, rows=4):
 
 def mean_cross_entropy(logits, target):
     return nn.functional.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def regression(batch=64):
+    """A loss that holds a target as large as all activations."""
+    layers = [nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()]
+    target = torch.randn(batch, 512)
+    model = nn.Sequential(*layers, nn.Linear(64, 512))
+    return model, torch.randn(batch, 8), lambda out: (out - target).square().mean()

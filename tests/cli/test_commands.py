@@ -115,7 +115,7 @@ def test_the_shell_completes_commands():
 
 
 def _target(name, settings=()):
-    return asked(name, settings=settings, batch=2, length=8)
+    return asked(name, settings=settings)
 
 
 def test_settings_are_arguments_of_the_factory():
@@ -248,10 +248,10 @@ def test_a_large_config_is_planned_for_a_gpu_that_is_not_here(tmp_path):
         (["plan", GPT, "-b", "1GiB", "--set", "layers=two"], "TypeError"),
         (
             ["estimate", MLP, "--exclude", "nope"],
-            "`exclude` has 'nope', which stands for no module",
+            "--exclude has 'nope', which stands for no module",
         ),
         (["plan", MLP, "-b", "1GiB", "--ac-units", "nope"], "nope"),
-        (["export", MLP, "-b", "1GiB", "--to", "foo"], "`target`='foo' must be one of"),
+        (["export", MLP, "-b", "1GiB", "--to", "foo"], "--to foo must be one of"),
         (["sweep", MLP, "-o", "x.foo"], "must end in .png, .svg, .pdf or .html"),
         (["plan", MLP, "-b", "1GiB", "--host-budget", "1GiB"], "needs --offload: add"),
         (["parallel", MLP, "-b", "1GiB", "--host-budget", "1B"], "needs --offload"),
@@ -426,7 +426,7 @@ def test_an_infeasible_budget_has_its_own_exit_code(figures):
     text = run("plan", MLP, *options)
 
     assert record["error"] == "infeasible"
-    assert record["message"].startswith("No plan fits `--budget` ")
+    assert record["message"].startswith("No plan fits --budget 1024 ")
     assert record["lowest_peak_bytes"] == figures[0]
     assert text.exit_code == 3
     assert text.stdout == "" and "No plan fits" in text.stderr
@@ -556,7 +556,7 @@ def test_stages_share_sequences_if_their_blocks_take_positions():
 def test_stages_may_offload():
     given = ("parallel", *STAGES, "-b", "1GiB", "--global-batch", "4", "--offload")
     refused = run(*given, "--gpus", "4", "--mesh", "pp=2,tp=2")
-    assert "`offload` is not planned in pipelines with tensor" in refused.stderr
+    assert "--offload is not planned in pipelines with tensor" in refused.stderr
     typed = ("--set", "layers=1", "--micro-batches", "2", "--schedule", "1F1B")
     record = run_json(*given, *typed, "--gpus", "2", "--mesh", "pp=2")
     assert record["far_bytes"] == max(s["far_bytes"] for s in record["stages"])
@@ -733,7 +733,9 @@ def test_finished_cells_of_a_grid_are_read_until_the_factory_changes(
 
 def test_a_grid_without_any_plan_has_an_exit_code():
     low = run_json("sweep", MLP, "--grid", "layers=2,3", "-b", "1KiB", code=3)
-    failed = run_json("sweep", "tests.factories:alone", "--grid", "batch=1,2", code=1)
+    failed = run_json(
+        "sweep", "tests.factories:alone", "--grid", "accumulate=1,2", code=1
+    )
 
     assert [row["status"] for row in low["rows"]] == ["infeasible"] * 2
     assert [row["status"] for row in failed["rows"]] == ["failed"] * 2
@@ -812,7 +814,7 @@ def test_given_units_that_are_none_are_a_matter_of_usage():
     outcome = run("plan", MLP, "--budget", "1GiB", "--ac-units", "nothing.*")
 
     assert outcome.exit_code == cli.EXIT_USAGE
-    assert "`ac_units`" in outcome.stderr
+    assert "--ac-units" in outcome.stderr
 
 
 # --- offload ----------------------------------------------------------------------
