@@ -395,9 +395,8 @@ class _Run:
             yield from (*reach.tensors, *held_tensors(reach.modules, in_objects=False))
 
     def state_bytes(self) -> int:
-        """What the optimizer keeps from step to step."""
-        tensors = (*optimizer_tensors(self.optimizer), *hook_tensors(self.optimizer))
-        return storage_bytes(tensors, device=self.device)
+        """What the optimizer keeps from step to step, without its hooks."""
+        return storage_bytes(optimizer_tensors(self.optimizer), device=self.device)
 
     def _find_device(self) -> torch.device:
         tensor = next(self.tensors(), None)

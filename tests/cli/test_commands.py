@@ -114,8 +114,8 @@ def test_the_shell_completes_commands():
 # --- models -----------------------------------------------------------------------
 
 
-def _target(name, settings=()):
-    return asked(name, settings=settings)
+def _target(name, settings=(), **sizes):
+    return asked(name, settings=settings, **sizes)
 
 
 def test_settings_are_arguments_of_the_factory():
@@ -147,7 +147,7 @@ def test_a_config_makes_a_model_and_a_batch_without_a_download(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(LLAMA))
 
-    parts = _target(f"hf:{path}", ["num_hidden_layers=3"]).parts()
+    parts = _target(f"hf:{path}", ["num_hidden_layers=3"], batch=2, length=8).parts()
 
     assert len(parts["model"].model.layers) == 3
     assert parts["inputs"]["input_ids"].shape == (2, 8)
@@ -190,7 +190,7 @@ def test_common_heads_get_the_labels_they_want(kind, head, tmp_path):
     record = {"model_type": kind, "architectures": [head], **HEADS[kind][0]}
     path.write_text(json.dumps(record))
 
-    parts = _target(f"hf:{path}", []).parts()
+    parts = _target(f"hf:{path}", batch=2, length=8).parts()
 
     assert parts["model"](**parts["inputs"]).loss.isfinite()
 
