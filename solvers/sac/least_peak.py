@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from .table import Choice, Floats
 _EXACT_BYTES = 8  # what a least peak may be above its bound, if rows are kept well
 _NEAR_PEAK = 2.0**-9  # of it: no cap is tried that is closer to the best or the bound
 _MOST_HALVINGS = 10  # of the distance from a peak to its bound
+_SHARES = (0.15, 0.3, 0.45, 0.6, 0.75)  # of a relaxation, mixed with the best choice
 _FAR_BELOW = -(2.0**60)  # any peak in bytes
 
 
@@ -69,22 +70,29 @@ class LeastPeak(RowSearch):
             if not whole:  # the last first: the bound of few rows is not to be met
                 any(self._repair_peak(weights) for weights in relaxed[::-1])
         if not self._is_least(TOLERANCE_BYTES):
-            self._push_peak()
+            self._push_peak(self._own_weights())
+            self._mix(relaxed[::-1])
         is_proven = self._is_least(TOLERANCE_BYTES)
         return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
 
     def _repair_peak(self, weights: Floats) -> bool:
         """Round weights to whole points, with a peak close to the bound if possible."""
-        for share in (0.0, 0.01, 0.1, 0.3):
-            cap = int(self.bound + share * (self._best - self.bound)) + 1
-            choice = round_and_repair(self._table, cap, self._units, weights)
-            if choice is not None:
-                self._offer_peak(choice)
-                return True
-        return False
+        caps = (
+            int(self.bound + share * (self._best - self.bound)) + 1
+            for share in (0.0, 0.01, 0.1, 0.3)
+        )
+        return any(self._repair(weights, cap) for cap in caps)
 
-    def _push_peak(self) -> None:
-        """Repair the best choice to keep a lower cap, half way to the bound at first.
+    def _repair(self, weights: Floats, cap: int) -> bool:
+        """Round weights to whole points that keep a cap; whether that can be done."""
+        choice = round_and_repair(self._table, cap, self._units, weights)
+        if choice is None:
+            return False
+        self._offer_peak(choice)
+        return True
+
+    def _push_peak(self, weights: Floats) -> None:
+        """Repair weights to keep a lower cap, half way to the bound at first.
 
         What a MILP finds before it must stop may be far from the least.
         """
@@ -93,13 +101,30 @@ class LeastPeak(RowSearch):
             if self._best - least <= _NEAR_PEAK * self._best:
                 return
             cap = int((self._best + least) / 2)
-            assert self.choice is not None
-            weights = self._table.weights(self.choice).astype(np.float64)
-            choice = round_and_repair(self._table, cap, self._units, weights)
-            if choice is None:
-                least = cap
+            if self._repair(weights, cap):
+                weights = self._own_weights()
             else:
-                self._offer_peak(choice)
+                least = cap
+
+    def _mix(self, relaxed: Sequence[Floats]) -> None:
+        """Push mixtures of the best choice and each relaxation.
+
+        A crossover of both, as in relaxation induced neighbourhood search (Danna,
+        Rothberg and Le Pape 2005), with a repair in place of a MILP: what they agree on
+        stays, the more of the relaxation the less else does.
+        """
+        for weights in relaxed:
+            for share in _SHARES:
+                if self._best - self.bound <= _NEAR_PEAK * self._best:
+                    return
+                mixed = (1.0 - share) * self._own_weights() + share * weights
+                if self._repair(mixed, int(self._best * (1.0 - _NEAR_PEAK))):
+                    self._push_peak(mixed)
+
+    def _own_weights(self) -> Floats:
+        """The best choice as weights."""
+        assert self.choice is not None
+        return self._table.weights(self.choice).astype(np.float64)
 
     def _offer_peak(self, choice: Choice) -> None:
         peak = float(self._table.live(self._table.weights(choice)).max())

@@ -139,9 +139,8 @@ class RowSearch:
         if start is not None:
             start.model, start.model_rows = model, list(self.rows)
         if math.isfinite(tolerance_ms) and self._is_too_fine(model):
-            return self._solve(
-                budget_bytes, limit_ms=limit_ms, tolerance_ms=tolerance_ms * _COARSER
-            )
+            coarser_ms = self._coarser_ms(tolerance_ms)
+            return self._solve(budget_bytes, limit_ms=limit_ms, tolerance_ms=coarser_ms)
         if budget_bytes is not None and not relaxed and self._is_too_large(model):
             nothing = pulp_runner.Outcome(
                 termination=Termination.NO_INCUMBENT, bound=None, solve_s=0.0
@@ -267,6 +266,11 @@ class RowSearch:
         if self._best - self.bound <= highs_runner.WIDE_GAP * self._best:
             return False
         return model.num_integers() > _MANY_INTEGERS
+
+    def _coarser_ms(self, tolerance_ms: float) -> float:
+        """A tolerance of fewer segments; infinite where a unit is one segment."""
+        longest_ms = float(self._table.times.max(initial=0.0))
+        return tolerance_ms * _COARSER if tolerance_ms < longest_ms else math.inf
 
     def _is_late(self) -> bool:
         """Whether what a solve may take is spent: work, or time if that is limited."""
