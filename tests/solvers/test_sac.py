@@ -25,6 +25,7 @@ from autosac.solvers.sac import (
     solve,
 )
 from autosac.solvers.sac.greedy import round_and_repair
+from autosac.solvers.sac.least_peak import LeastPeak
 from autosac.solvers.sac.rows import SMALL_GAP
 from autosac.solvers.sac.table import Table
 from tests.examples import examples
@@ -798,3 +799,63 @@ def test_what_one_unit_adds_is_its_part_of_a_row(problem):
         row = table.row(position)
         parts = [table.own_row(u, position) for u in range(len(problem.units))]
         assert np.concatenate([*parts, row[:0]]).tolist() == row.tolist()
+
+
+def _random_layers(seed, num_units=30):
+    """Units of a step, whose reruns meet each other's memory in ways of their own."""
+    draw = random.Random(seed)
+    units = []
+    for number in range(num_units):
+        ends = 2 * num_units - number
+        freed = draw.randint(1, 40) * MIB
+        points = tuple(
+            Breakpoint(
+                ratio=share / 3,
+                freed_bytes=freed * share // 3,
+                recompute_ms=draw.random() * share,
+            )
+            for share in (1, 2, 3)
+        )
+        working = tuple(
+            (position, tuple(draw.randint(0, 60) * MIB for _ in points))
+            for position in (ends, ends + 1)
+        )
+        units.append(
+            Unit(
+                fqn=f"unit{number}",
+                parent=None,
+                points=points,
+                freed_from=number + 1,
+                freed_until=ends,
+                working=working,
+            )
+        )
+    base = [200 * MIB] * (2 * num_units + 3)
+    for unit in units:
+        for position in range(unit.freed_from - 1, unit.freed_until + 1):
+            base[position] += unit.points[-1].freed_bytes
+    return SacProblem(units=tuple(units), base_bytes=tuple(base), budget_bytes=0)
+
+
+def _without_milps(problem, mixes):
+    """The least peak that is found without any MILP, and its choice."""
+    limits = {"backend": "highs", "time_limit_s": None, "relative_gap": 0.0}
+    units = range(len(problem.units))
+    search = LeastPeak(Table(problem), units=units, **limits, most_work=0)
+    with patch.object(LeastPeak, "_mix", LeastPeak._mix if mixes else lambda *_: None):
+        search.run()
+    return int(search._best), search.choice
+
+
+def test_mixtures_of_the_best_choice_and_relaxations_lower_peaks_that_are_real():
+    peaks = []
+    for seed in range(6):
+        problem = _random_layers(seed)
+        peak_bytes, choice = _without_milps(problem, mixes=True)
+
+        assert peak_bytes == peak_of(problem, tuple(choice))
+        assert peak_bytes >= lowest_peak(problem)[0]
+        peaks.append((peak_bytes, _without_milps(problem, mixes=False)[0]))
+
+    assert all(mixed <= repaired for mixed, repaired in peaks)
+    assert sum(mixed < repaired for mixed, repaired in peaks) >= 4

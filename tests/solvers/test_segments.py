@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autosac.solvers import sac
-from autosac.solvers.milp import pulp_runner
+from autosac.solvers.milp import highs_runner, pulp_runner
+from autosac.solvers.sac import rows
 from autosac.solvers.sac.classes import classify
 from autosac.solvers.sac.counts import CountModel
 from autosac.solvers.sac.search import Search
@@ -146,3 +147,26 @@ def test_reduced_costs_count_from_the_relaxation_whatever_was_known_before():
 
     assert search._relaxed == pytest.approx(3.0)  # half of the unit
     assert search.bound == pytest.approx(6.0)
+
+
+def test_segments_are_made_coarser_until_a_unit_is_one_and_no_further(monkeypatch):
+    monkeypatch.setattr(rows, "_MANY_INTEGERS", -1)  # any MILP has too many
+    monkeypatch.setattr(highs_runner, "WIDE_GAP", -1.0)
+    built = []
+
+    def counted(*arguments, **options):
+        built.append(options["tolerance_ms"])
+        return CountModel(*arguments, **options)
+
+    monkeypatch.setattr(rows, "CountModel", counted)
+    steps = [(10, 2.0**-k) for k in range(8)]
+    problem = sac.SacProblem(units=(unit(steps),), base_bytes=(100, 0), budget_bytes=35)
+    search = search_of(problem)
+    search._offer([len(steps) - 1])  # there is a best choice
+
+    search._solve(35, tolerance_ms=0.25)
+
+    longest_ms = sum(ms for _, ms in steps)
+    assert built[-1] == np.inf
+    assert built[:-1] == [0.25 * 4**k for k in range(len(built) - 1)]
+    assert built[-2] >= longest_ms > built[-3]
