@@ -316,7 +316,14 @@ def verify(
     with exit_codes(as_json):
         step = cli.models.asked(model, **options)
         loaded = autosac.Plan.load(plan_file)
-        given = {name for name, part in step.parts().items() if part is not None}
+        parts = step.parts()
+        if step.has_several(parts):
+            raise UsageError(
+                f"{model} makes several batches, and `verify` trains on one: name a"
+                " factory that makes one of them."
+            )
+        given = {name for name, part in parts.items() if part is not None}
+        del parts
         last: Options = {}  # parts of the model that was built last, without it
 
         def make_model() -> Any:

@@ -57,15 +57,14 @@ def test_verify_of_another_step_than_the_planned_one_says_so(planned, typed, sai
     assert "that of another step" in line
 
 
-def test_verify_says_nothing_of_another_step_of_a_plan_for_several_batches(
-    tmp_path,
-):
+def test_verify_refuses_a_factory_of_several_batches(tmp_path):
     path = tmp_path / "plan.json"
     run("plan", "tests.factories:rows", "-b", "1MiB", "-o", str(path))
 
     result = run("verify", str(path), "tests.factories:rows")
 
-    assert "another step" not in result.stderr
+    assert result.exit_code == cli.EXIT_USAGE
+    assert "name a factory that makes one of them" in result.stderr
 
 
 def test_digits_alone_are_bytes_wherever_bytes_are_typed(planned):

@@ -425,7 +425,7 @@ def test_experts_whose_rows_values_count_are_not_shared():
 def test_widths_that_products_of_groups_do_not_take_are_refused():
     # Rows of 6 numbers of four bytes; one process has 12.
     profile = autosac.profile(mixtral(intermediate_size=12), labelled())
-    with pytest.raises(autosac.TraceError, match="multiple of 16 bytes"):
+    with pytest.raises(autosac.ArgumentError, match="multiple of 16 bytes"):
         cpu_plan(profile, tp_plan="tensor")
     assert cpu_plan(profile).tensor.has_whole_experts
 
