@@ -395,8 +395,11 @@ class _Run:
             yield from (*reach.tensors, *held_tensors(reach.modules, in_objects=False))
 
     def state_bytes(self) -> int:
-        """What the optimizer keeps from step to step, without its hooks."""
-        return storage_bytes(optimizer_tensors(self.optimizer), device=self.device)
+        """What the optimizer keeps, without gradients that it holds, and hooks."""
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        tensors = [*optimizer_tensors(self.optimizer), *gradients]
+        all_bytes = storage_bytes(tensors, device=self.device)
+        return all_bytes - storage_bytes(gradients, device=self.device)
 
     def _find_device(self) -> torch.device:
         tensor = next(self.tensors(), None)
