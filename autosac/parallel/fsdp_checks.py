@@ -8,6 +8,16 @@ from autosac.profiles.profile import Profile
 from autosac.step.tape import ModuleCall, Tape
 from autosac.step.training_step import OptimizerInBackward
 
+# Arguments of PyTorch's `fully_shard`, and what to do where it is planned.
+OF_FULLY_SHARD = {
+    "mp_policy": "pass the types of the policy as `param_dtype` and `reduce_dtype`.",
+    "output_dtype": "outputs keep the type that the model gives them; cast in it.",
+    "cast_forward_inputs": "inputs keep their type; cast them in the model.",
+    "offload_policy": "FSDP2's `CPUOffloadPolicy` is not planned; leave it out.",
+    "reshard_after_forward": "the plan chooses it for each FSDP unit; leave it out.",
+    "ignored_params": "FSDP2 shards all parameters that it plans; leave it out.",
+    "shard_placement_fn": "parameters are sharded by rows; leave it out.",
+}
 # Ops to which DTensor gives all of an operand on each rank.
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"})
 

@@ -13,6 +13,7 @@ from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.formulating import ParallelFormulation, Setting
 from autosac.parallel.fsdp_candidates import with_parameters
+from autosac.parallel.fsdp_checks import OF_FULLY_SHARD
 from autosac.parallel.sharding import Sharding, fsdp_units
 from autosac.parallel.solving import ParallelChooser
 from autosac.profiles.compute_dtype import as_sharded, in_compute_dtype
@@ -103,7 +104,7 @@ def profile_for(
         function: To which.
     """
     check_no_offload(options)
-    check_names(options, function)
+    check_names(options, function, advice=OF_FULLY_SHARD)
     if "device" in options:
         raise ArgumentError("`device` is that of `cluster`; leave it out.")
     own = model.step.model if isinstance(model, Profile) else model

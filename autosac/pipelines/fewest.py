@@ -13,6 +13,7 @@ from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fewest import fewest_gpus
 from autosac.parallel.formulating import Setting
+from autosac.parallel.fsdp_checks import OF_FULLY_SHARD
 from autosac.parallel.preparing import (
     check_no_offload,
     chooser_of,
@@ -83,7 +84,7 @@ def min_gpus(
             )
         check_no_offload(options)
         asked_names = {field.name for field in fields(AskedMesh)}
-        check_names(options, min_gpus, also={"target", *asked_names})
+        check_names(options, min_gpus, {"target", *asked_names}, OF_FULLY_SHARD)
         target, loss_fn = options.pop("target", None), options.pop("loss_fn", None)
         if loss_fn is None:
             raise ArgumentError(

@@ -17,6 +17,7 @@ import torch
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import METHODS, Method
+from autosac.parallel.fsdp_checks import OF_FULLY_SHARD
 from autosac.parallel.mesh_racing import TpPlan
 from autosac.parallel.preparing import cluster_of
 from autosac.pipelines.asked_meshes import AskedMesh
@@ -131,7 +132,7 @@ def plan_pipeline(
     if cluster is None and num_gpus is not None:
         raise ArgumentError("`num_gpus` is given without the `cluster` that has them.")
     spec = None if cluster is None else cluster_of(cluster, num_gpus)
-    check_names(options, plan_pipeline)
+    check_names(options, plan_pipeline, advice=OF_FULLY_SHARD)
     check_kind(model)
     directory = read_offload(offload, offload_dir)
     far = FarBytes(read_host_budget(host_budget, offload=offload))

@@ -17,19 +17,13 @@ from autosac.statistics.by_module import Statistics
 from autosac.step.training_step import LossFn
 
 MakeLoss = Callable[[Any], LossFn]
-_OF_FULLY_SHARD = {  # arguments of PyTorch's, and what to do where FSDP2 is planned
-    "mp_policy": "pass the types of the policy as `param_dtype` and `reduce_dtype`.",
-    "output_dtype": "outputs keep the type that the model gives them; cast in it.",
-    "cast_forward_inputs": "inputs keep their type; cast them in the model.",
-    "offload_policy": "FSDP2's `CPUOffloadPolicy` is not planned; leave it out.",
-    "reshard_after_forward": "the plan chooses it for each FSDP unit; leave it out.",
-    "ignored_params": "FSDP2 shards all parameters that it plans; leave it out.",
-    "shard_placement_fn": "parameters are sharded by rows; leave it out.",
-}
 
 
 def check_names(
-    options: Iterable[str], function: Callable[..., object], also: Iterable[str] = ()
+    options: Iterable[str],
+    function: Callable[..., object],
+    also: Iterable[str] = (),
+    advice: Mapping[str, str] | None = None,
 ) -> None:
     """Refuse arguments that a function which hands its options to `profile` lacks.
 
@@ -37,6 +31,7 @@ def check_names(
         options: Names of what it was given besides the arguments that it names.
         function: The function that was called.
         also: Other options that it takes.
+        advice: What to do instead, by names that it does not take.
 
     Raises:
         ArgumentError: Names the function, the argument, and one of a like name.
@@ -44,9 +39,9 @@ def check_names(
     accepted = {*argument_names(profile), *also}
     for name in options:
         if name not in accepted:
-            raise unknown_name(
-                name, function.__name__, [*accepted, *argument_names(function)]
-            )
+            known = [*accepted, *argument_names(function)]
+            said = (advice or {}).get(name)
+            raise unknown_name(name, function.__name__, known, said)
 
 
 def argument_names(function: Callable[..., object]) -> list[str]:
@@ -55,19 +50,20 @@ def argument_names(function: Callable[..., object]) -> list[str]:
     return [one.name for one in parameters if one.kind is not Parameter.VAR_KEYWORD]
 
 
-def unknown_name(name: str, owner: str, known: Iterable[str]) -> ArgumentError:
+def unknown_name(
+    name: str, owner: str, known: Iterable[str], advice: str | None = None
+) -> ArgumentError:
     """The error for an argument of a name that means nothing.
 
     Args:
         name: What was passed.
         owner: What takes no such argument.
         known: Names that it takes.
+        advice: What to do instead; None for the one of the likest name.
     """
-    names = sorted(known)
-    close = get_close_matches(name, names, n=1)
-    advice = f"do you mean `{close[0]}`?" if close else "leave it out."
-    if "param_dtype" in names:
-        advice = _OF_FULLY_SHARD.get(name, advice)
+    if advice is None:
+        close = get_close_matches(name, sorted(known), n=1)
+        advice = f"do you mean `{close[0]}`?" if close else "leave it out."
     return ArgumentError(f"`{owner}` takes no `{name}`: {advice}")
 
 

@@ -208,8 +208,7 @@ def profile_of_step(
     """Trace a step that `profile` has read; arguments are those of `profile`."""
     excluded = marked_modules(exclude, step.model, name="exclude", inside=False)
     check_allocator(allocator)
-    if allocator is None and step.device_type == "cuda" and not step.lens:
-        allocator = program_settings()
+    allocator = allocator_of(step, allocator)
     tape = trace(step)
     if step.loss_fn is None:
         warn_of_summed_outputs(step.model, tape)
@@ -223,7 +222,7 @@ def profile_of_step(
         model=fingerprint(step.model),
         sequences=plain_sequences(step.model),
         signature=signature_of(step.args, step.kwargs, positional_names(step.model)),
-        allocator=allocator or AllocatorSettings(),
+        allocator=allocator,
         optimizer=arguments.optimizer_name(step.optimizer),
         autocast=arguments.autocast_name(step.autocast),
         backends=None if step.lens else backend_flags(step.device_type),
@@ -232,6 +231,13 @@ def profile_of_step(
         ),
     )
     return replace(new_profile, redrawn=_redrawn(new_profile))
+
+
+def allocator_of(step: Step, given: AllocatorSettings | None) -> AllocatorSettings:
+    """What is given, or what this program has where the step's GPU is here."""
+    if given is None and step.device_type == "cuda" and step.lens is None:
+        return program_settings()
+    return given or AllocatorSettings()
 
 
 def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:

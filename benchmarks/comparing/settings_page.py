@@ -178,14 +178,18 @@ def short_page(record: Record) -> Iterator[str]:
 
 def _by_setting(records: list[Record]) -> Iterator[str]:
     yield "\nGap and CPU time of a plan, all models of a setting together:\n"
-    yield "| setting | cells | gap median | 95 % | worst | s median | 95 % | worst |"
-    yield "| --- |" + " ---: |" * 7
+    yield (
+        f"| setting | cells | gap median | 95 % | worst | above {GAP_WORST:.0%} |"
+        " s median | 95 % | worst |"
+    )
+    yield "| --- |" + " ---: |" * 8
     for setting in dict.fromkeys(record["setting"] for record in records):
         own = [c for r in records if r["setting"] == setting for c in cells(r)]
         if own:
             its = [g for r in records if r["setting"] == setting for g in gaps(r)]
             seconds = [cell["cpu_s"] for cell in own]
             shown = [f"{quantile(its, share):.2%}" for share in (0.5, 0.95, 1.0)]
+            shown.append(f"{sum(gap > GAP_WORST for gap in its)}")
             shown += [f"{quantile(seconds, share):.2f}" for share in (0.5, 0.95, 1.0)]
             yield f"| {setting} | {len(own)} | {' | '.join(shown)} |"
 

@@ -71,7 +71,7 @@ class LeastPeak(RowSearch):
                 any(self._repair_peak(weights) for weights in relaxed[::-1])
         if not self._is_least(TOLERANCE_BYTES):
             self._push_peak(self._own_weights())
-            self._mix(relaxed[::-1])
+            self._crossover(relaxed[::-1])
         is_proven = self._is_least(TOLERANCE_BYTES)
         return Termination.OPTIMAL if is_proven else Termination.FEASIBLE
 
@@ -106,12 +106,11 @@ class LeastPeak(RowSearch):
             else:
                 least = cap
 
-    def _mix(self, relaxed: Sequence[Floats]) -> None:
+    def _crossover(self, relaxed: Sequence[Floats]) -> None:
         """Push mixtures of the best choice and each relaxation.
 
-        A crossover of both, as in relaxation induced neighbourhood search (Danna,
-        Rothberg and Le Pape 2005), with a repair in place of a MILP: what they agree on
-        stays, the more of the relaxation the less else does.
+        As in relaxation induced neighbourhood search (Danna, Rothberg and Le Pape 2005)
+        what they agree on stays; a repair takes the place of that search's MILP.
         """
         for weights in relaxed:
             for share in _SHARES:

@@ -1,11 +1,16 @@
 """What each setting of the allocator changes, on sequences counted by hand."""
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import autosac
 from autosac.devices.allocator_settings import AllocatorSettings, program_settings
 from autosac.errors import ArgumentError, UnsupportedError
+from autosac.profiles.profile import allocator_of
 from autosac.simulation.caching_allocator import CachingAllocator
 
 KIB, MIB = 2**10, 2**20
@@ -310,3 +315,22 @@ def test_settings_that_are_not_simulated_are_refused(variables, text):
         program_settings()
 
     assert f"PYTORCH_ALLOC_CONF has {text}, " in str(caught.value)
+
+
+def test_the_environment_says_nothing_of_a_gpu_that_is_not_here(variables):
+    variables(PYTORCH_ALLOC_CONF="expandable_segments:True")
+    with torch.device("meta"):
+        model, batch = torch.nn.Linear(4, 4), torch.empty(2, 4)
+
+    profile = autosac.profile(model, batch, loss_fn=torch.sum, device="h100")
+
+    assert profile.allocator == AllocatorSettings()
+
+
+def test_the_environment_counts_where_the_model_is_on_a_gpu(variables):
+    variables(PYTORCH_ALLOC_CONF="expandable_segments:True")
+    here = SimpleNamespace(device_type="cuda", lens=None)
+    own = AllocatorSettings(max_split_size_mb=64)
+
+    assert allocator_of(here, None) == AllocatorSettings(expandable_segments=True)
+    assert allocator_of(here, own) == own

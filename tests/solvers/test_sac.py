@@ -842,7 +842,8 @@ def _without_milps(problem, mixes):
     limits = {"backend": "highs", "time_limit_s": None, "relative_gap": 0.0}
     units = range(len(problem.units))
     search = LeastPeak(Table(problem), units=units, **limits, most_work=0)
-    with patch.object(LeastPeak, "_mix", LeastPeak._mix if mixes else lambda *_: None):
+    crossover = LeastPeak._crossover if mixes else lambda *_: None
+    with patch.object(LeastPeak, "_crossover", crossover):
         search.run()
     return int(search._best), search.choice
 

@@ -465,6 +465,23 @@ def test_what_hooks_of_an_optimizer_keep_counts():
     assert found.measured_peak_bytes == lowest.peak_bytes
 
 
+def test_targets_that_the_loss_reaches_count_unless_bytes_are_given():
+    targets = torch.zeros(BATCH, WIDTH)
+
+    def loss_fn(output):
+        return (output - targets).square().mean()
+
+    traced = profile(make_model(), make_inputs(), loss_fn=loss_fn)
+    whole = plan(calibrate(traced, progress=False), memory_budget="1GiB")
+    step = {"loss_fn": loss_fn, "timing_rounds": 0}
+
+    found = verify(whole, make_model, make_inputs, **step)
+    given = verify(whole, make_model, make_inputs, **step, extra_bytes=0)
+
+    assert found.measured_peak_bytes == whole.peak_bytes
+    assert given.measured_peak_bytes == whole.peak_bytes - targets.nbytes
+
+
 def test_a_loss_that_is_missing_is_said():
     def squares(output):
         return output.square().mean()
