@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
+from autosac import _compat_dispatch
 from autosac._compat_distributed import local
 from autosac.quantities import rounded_up
 
@@ -40,6 +41,15 @@ def storages_of(
                 storage = part.untyped_storage()
                 storages[storage._cdata] = storage
     return storages.values()
+
+
+def addresses_of(tensors: Iterable[torch.Tensor]) -> set[int]:
+    """Addresses of the storages of strided tensors that are not made of others."""
+    return {
+        int(tensor.untyped_storage()._cdata)
+        for tensor in tensors
+        if tensor.layout is torch.strided and _compat_dispatch.is_plain(type(tensor))
+    }
 
 
 def dense_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:

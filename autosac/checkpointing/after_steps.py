@@ -61,6 +61,10 @@ class AfterSteps(Generic[_Forward]):
         """An optimizer has stepped, of this model or of another one."""
         raise NotImplementedError
 
+    def _others(self) -> list[Any]:
+        """Those of a kind that look at other models, which still live."""
+        return [one for one in self._all if one is not self and one.forward()]
+
     def _count_other(self) -> None:
         """It was that of another model; after many of them nothing is looked for."""
         self._others_left -= 1

@@ -18,6 +18,7 @@ import torch
 
 from autosac import _compat_dispatch
 from autosac.checkpointing.ambient_state import thread
+from autosac.checkpointing.held_memory import HeldMemory
 from autosac.checkpointing.installing import CountedForward, install, remove
 from autosac.checkpointing.opening_ops import Opening
 from autosac.checkpointing.optimizer_states import OptimizerStates
@@ -36,6 +37,7 @@ from autosac.units.policies import OpPolicy
 _StandIns = dict[torch.nn.Module, StandIn]
 
 _WORTH_COLLECTING = 16 * 2**20  # bytes of parameters; looking for them takes 0.5 s
+_WORTH_LOOKING = 4 * 2**20  # bytes of a budget on the CPU; each look takes 0.03 s
 
 _in_force: weakref.WeakSet[BatchForward] = weakref.WeakSet()  # also of dropped models
 
@@ -246,7 +248,7 @@ class BatchForward(StandIn):
         self.signature = variants.plans[0].signatures[0]
         self.is_alike = False  # batch of this step and of the one before
         self.states: OptimizerStates | None = None
-        self.memory: ReachedMemory | None = None
+        self.memory: ReachedMemory | HeldMemory | None = None
         self.steps: list[Step] = []
         self.stand_ins: list[_StandIns] = []
         self.put: _StandIns = {}
@@ -280,7 +282,11 @@ class BatchForward(StandIn):
                 if is_step:
                     device_type = self.places.outline.device_type
                     return self.habits.run(
-                        self._forward(), args, kwargs, device_type, self._followed
+                        self._forward(),
+                        args,
+                        kwargs,
+                        device_type,
+                        lambda: self.followed,
                     )
                 return self._forward()(*args, **kwargs)
         finally:
@@ -289,8 +295,9 @@ class BatchForward(StandIn):
             if is_step:
                 self.places.outline.renew(is_alike=self.is_alike)
 
-    def _followed(self) -> Planned | None:
-        """The plan of the step that runs.
+    @property
+    def followed(self) -> Planned | None:
+        """The plan of the latest step.
 
         None if it is for smaller batches, or if the model itself has changed.
         """
@@ -301,7 +308,7 @@ class BatchForward(StandIn):
     @property
     def budget_bytes(self) -> int | None:
         """Of the plan of the latest step, if it is for this kind of device."""
-        plan = self._followed()
+        plan = self.followed
         if plan is None or plan.reserved_bytes is None:
             return None
         return plan.budget_bytes
@@ -327,7 +334,7 @@ class BatchForward(StandIn):
                 self.memory.close()
                 self.memory = None
             else:
-                self.memory.begin()
+                self.memory.begin(args, kwargs)
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
         if self.frozen and any(one.requires_grad for _, one in self.frozen):
@@ -452,6 +459,8 @@ def install_plans(
     tensor = next(model.parameters(), None)
     if tensor is not None and tensor.device.type == "cuda":
         forward.memory = ReachedMemory(forward, tensor.device)
+    elif max(plan.budget_bytes for plan in plans) >= _WORTH_LOOKING:
+        forward.memory = HeldMemory(forward)
 
 
 def _collect_dropped() -> None:

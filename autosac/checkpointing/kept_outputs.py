@@ -16,6 +16,7 @@ from autosac import _compat_dispatch
 from autosac.pytrees import held_tensors, tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
+from autosac.storages import addresses_of
 
 _LITTLE = 0.01  # of the planned peak: so little is not said
 
@@ -83,7 +84,7 @@ class KeptOutputs:
         if self._outputs:
             own = [vars(module) for module in self._model.modules()]
             held = held_tensors(own, in_objects=False)
-            known = _addresses([*held, *tensors_in([*args, *kwargs.values()])])
+            known = addresses_of([*held, *tensors_in([*args, *kwargs.values()])])
             self._left = [o for o in self._outputs if o.storage.cdata not in known]
 
     def end(self, output: Any, planned: Callable[[], Headroom | None]) -> None:
@@ -130,12 +131,3 @@ class KeptOutputs:
             " loop keeps those of every step. Delete them after backward, keep"
             " `loss.item()` and copies of what is needed, or lower the budget by them."
         )
-
-
-def _addresses(tensors: Any) -> set[int]:
-    """Addresses of the storages of tensors."""
-    return {
-        int(tensor.untyped_storage()._cdata)
-        for tensor in tensors
-        if tensor.layout is torch.strided and _compat_dispatch.is_plain(type(tensor))
-    }

@@ -59,7 +59,7 @@ class ReachedMemory(AfterSteps[Capped]):
         self._before_bytes: int | None = None
         self._looks_left = _MOST_LOOKS
 
-    def begin(self) -> None:
+    def begin(self, *_: Any) -> None:
         """A call of the model begins."""
         if self._before_bytes is None and not self.is_done:
             self._before_bytes = _compat_gpu.allocated_bytes(self._device)[1]
@@ -88,8 +88,7 @@ class ReachedMemory(AfterSteps[Capped]):
 
     def _has_others(self) -> bool:
         """Whether other models with plans are on the device."""
-        others = [one for one in self._all if one is not self]
-        return any(o._device == self._device and o.forward() for o in others)
+        return any(other._device == self._device for other in self._others())
 
     def _say(self, most_bytes: int, budget_bytes: int) -> None:
         before = f", {format_bytes(self._foreign_bytes)} of it from before the plan"

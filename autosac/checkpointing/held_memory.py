@@ -1,0 +1,200 @@
+"""Tensors that a training loop on the CPU holds all along its first steps.
+
+No allocator tells there what a training keeps besides the planned step, but Python
+knows all tensors that its objects hold. Those that are there as forward begins, and
+still after the optimizer's step, are there at the step's peak.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from autosac import _compat_dispatch, _compat_fakes
+from autosac.checkpointing.after_steps import AfterSteps
+from autosac.checkpointing.stand_ins import is_in
+from autosac.pytrees import held_tensors, module_tensors, tensors_in
+from autosac.quantities import format_bytes
+from autosac.step.arguments import warn
+from autosac.storages import addresses_of
+
+_MOST_LOOKS = 4  # at steps,
+_MOST_CALLS = 16  # and at calls of the model in them
+_LITTLE = 0.01  # of the budget: so little is not said
+
+
+class Followed(Protocol):
+    """A plan.
+
+    Attributes:
+        budget_bytes: The cap on its peak,
+        peak_bytes: and the peak.
+        offloads: It moves anything to far memory.
+        reserved_bytes: What a GPU's allocator reserves; None on the CPU.
+    """
+
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def offloads(self) -> bool: ...
+    @property
+    def reserved_bytes(self) -> int | None: ...
+
+
+class Follows(Protocol):
+    """Stands in for the ``forward`` of a model that has a plan.
+
+    Attributes:
+        module: The model.
+        followed: The plan of its latest step; None if none is for steps like it.
+    """
+
+    module: torch.nn.Module
+
+    @property
+    def followed(self) -> Followed | None: ...
+
+
+class _Held(NamedTuple):
+    """A tensor that was there as forward began.
+
+    Attributes:
+        storage: Weak reference to its memory,
+        nbytes: and the size of that.
+        shape: Its shape.
+        is_result: Of a step, as it has a graph.
+    """
+
+    storage: Any
+    nbytes: int
+    shape: tuple[int, ...]
+    is_result: bool
+
+
+class HeldMemory(AfterSteps[Follows]):
+    """Looks for such tensors in the first steps of a planned model; warns once.
+
+    What was there as the plan was applied is not held against it, nor are tensors like
+    the model's inputs: data that waits. Where several models have plans, nothing is:
+    each has a budget of its own.
+
+    Args:
+        forward: Stands in for the model's ``forward``. A copy of it is not looked for.
+    """
+
+    def __init__(self, forward: Follows) -> None:
+        super().__init__(forward)
+        self._foreign = {one.storage.cdata: one for one in _all_tensors()}
+        self._held: list[_Held] = []
+        self._calls_left, self._looks_left = _MOST_CALLS, _MOST_LOOKS
+
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A call of the model begins."""
+        forward = self.forward()
+        if self.is_done or forward is None or not self._calls_left:
+            return
+        self._calls_left -= 1
+        inputs = [*tensors_in([*args, *kwargs.values()])]
+        own = [vars(module) for module in forward.module.modules()]
+        known = [*inputs, *held_tensors(own, in_objects=False)]
+        known += [one.grad for one in known if one.is_leaf and one.grad is not None]
+        weights = {tuple(one.shape) for one in module_tensors(forward.module)}
+        batches = {one.shape[:1] for one in inputs} | {one.shape[1:] for one in inputs}
+        is_data = {shape for shape in batches if shape}
+        self._held = [
+            one
+            for one in _all_tensors(known)
+            if one.storage.cdata not in self._foreign
+            and (
+                one.is_result
+                or one.shape in weights
+                or (one.shape[:1] not in is_data and one.shape[1:] not in is_data)
+            )
+        ]
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer has stepped, of this model or of another one."""
+        forward = self.forward()
+        is_idle = self.is_done or torch.compiler.is_compiling()
+        if is_idle or forward is None:
+            return
+        own = {id(parameter) for parameter in forward.module.parameters()}
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        if not is_in(forward) or not any(id(one) in own for one in trained):
+            self._count_other()
+            return
+        self._looks_left -= 1
+        self.is_done = not (self._looks_left and self._calls_left)
+        plan = forward.followed
+        if plan is None or plan.offloads or plan.reserved_bytes is not None:
+            return  # it has far memory here, or is for a GPU
+        if self._others():
+            return
+        counted = held_tensors([optimizer.state, trained], in_objects=False)
+        counted += [one.grad for one in trained if one.grad is not None]
+        known = addresses_of(counted)
+        held = [one for one in self._held if not one.storage.expired()]
+        held = [one for one in held if one.storage.cdata not in known]
+        held_bytes = sum(one.nbytes for one in held)
+        if plan.peak_bytes + held_bytes > (1 + _LITTLE) * plan.budget_bytes:
+            self.is_done = True
+            self._say(held, held_bytes, plan)
+
+    def _say(self, held: list[_Held], held_bytes: int, plan: Followed) -> None:
+        sizes: Counter[tuple[int, ...]] = Counter()
+        for one in held:
+            sizes[one.shape] += one.nbytes
+        ((shape, _),) = sizes.most_common(1)
+        number = sum(one.shape == shape for one in held)
+        most = f"{number} of shape {list(shape)}" if number > 1 else f"{list(shape)}"
+        warn(
+            f"{len(held)} tensors ({format_bytes(held_bytes)}; {most}) that the plan"
+            " does not count were there from the model's call to the end of the"
+            f" optimizer's step: its peak of {format_bytes(plan.peak_bytes)} is higher"
+            f" by them, and the budget is {format_bytes(plan.budget_bytes)}. They may"
+            " be copies of weights or gradients, another model, or activations that"
+            " the loop keeps: let go of them, or lower the budget by them."
+        )
+
+
+def _all_tensors(known: Iterable[torch.Tensor] = ()) -> list[_Held]:
+    """Floating-point tensors of the CPU that Python's objects hold, each memory once.
+
+    Args:
+        known: These and what shares their memory are left out.
+    """
+    kinds = _kinds(torch.Tensor)
+    met = addresses_of(known)
+    held = []
+    tensors: list[torch.Tensor] = [o for o in gc.get_objects() if type(o) in kinds]
+    for one in tensors:
+        if not _is_counted(one):
+            continue
+        storage = one.untyped_storage()
+        if storage._cdata not in met and storage.resizable():  # NumPy's is not
+            met.add(storage._cdata)
+            weak = _compat_dispatch.weak_storage(one)
+            has_graph = one.grad_fn is not None
+            held.append(_Held(weak, storage.nbytes(), tuple(one.shape), has_graph))
+    return held
+
+
+def _kinds(kind: type) -> set[type]:
+    """A type and all that are derived from it, of which tensors are plain."""
+    kinds = {kind} if _compat_dispatch.is_plain(kind) else set()
+    return kinds.union(*map(_kinds, kind.__subclasses__()))
+
+
+def _is_counted(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.device.type == "cpu"
+        and (tensor.is_floating_point() or tensor.is_complex())
+        and not _compat_fakes.is_fake(tensor)
+    )
