@@ -294,13 +294,10 @@ def is_profiling(func: Any) -> bool:
     return getattr(func, "namespace", None) == "profiler"
 
 
-def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> int:
-    """How many positional arguments are numbers where the schema says tensor."""
-    return sum(
-        isinstance(args[i], (int, float, complex))
-        for i in _tensor_positions(func)
-        if i < len(args)
-    )
+def wrapped_numbers(func: Any, args: tuple[Any, ...]) -> list[complex]:
+    """Positional arguments that are numbers where the schema says tensor."""
+    given = (args[i] for i in _tensor_positions(func) if i < len(args))
+    return [number for number in given if isinstance(number, (int, float, complex))]
 
 
 @cache

@@ -214,8 +214,8 @@ class RecordingMode(_compat.PlainDispatchMode):
             f"AC unit `{self.record.policy.fqn}` {what}. All of it is recomputed in"
             " backward, as by plain checkpointing: that takes up to one more forward"
             " pass of it, and the planned peak no longer holds. Plan again with inputs"
-            " like these, and with its parts as they are now, such as their `train()`"
-            " or `eval()` and the `p` of a dropout.",
+            " like these and its parts as they are now (`train()` or `eval()`, the `p`"
+            " of a dropout); if values decide what it runs, leave it out by `exclude`.",
             stacklevel=2,
         )
 

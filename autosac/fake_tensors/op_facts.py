@@ -34,6 +34,12 @@ class Costs:
 
 VIEW = Costs(0, 0, 0, None)
 _aten = torch.ops.aten
+_OF_NUMBERS = {
+    bool: torch.bool,
+    int: torch.int64,
+    float: torch.float64,
+    complex: torch.complex128,
+}
 # Ops that select by boolean indices.
 _BY_MASKS = frozenset(
     {
@@ -76,7 +82,7 @@ class Facts:
     ) -> None:
         self.name = str(func)
         self.random = _compat.is_random(func)
-        self.wrapped = _compat.wrapped_numbers(func, args)
+        self.wrapped = len(_compat.wrapped_numbers(func, args))
         floats = (t.dtype for t in outputs if t.is_floating_point())
         self.dtype = str(next(floats, ""))[6:]
         self.shapes = tuple(tuple(t.shape) for t in outputs)
@@ -116,12 +122,40 @@ def costs(
         workspace_bytes = cuda_workspaces.op_bytes(func, args, kwargs, target)
     elif device_type == "cpu":
         workspace_bytes = cpu_workspaces.op_bytes(func, args)
+        workspace_bytes += _number_bytes(func, args)
     return Costs(
         flops=_flops(func, args, kwargs, out),
         moved_bytes=sum(tensor.nbytes for tensor in tensors),
         workspace_bytes=workspace_bytes,
         signature=signature(func, args, kwargs),
     )
+
+
+def _number_bytes(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes of the CPU's tensors that numbers among the arguments of an op become.
+
+    One for each of them, and its copy in the type that the op computes in if that is
+    another (`TensorIteratorBase::compute_types` in aten/src/ATen/TensorIterator.cpp).
+    """
+    numbers = _compat.wrapped_numbers(func, args)
+    if func._overloadname == "Scalar" and _compat.is_elementwise(func):
+        numbers += args[1:2]  # of which the kernel makes a tensor first
+    tensor = next((arg for arg in args if isinstance(arg, torch.Tensor)), None)
+    num_bytes = 0
+    for number in numbers:
+        own = _OF_NUMBERS.get(type(number), torch.float64)
+        computed = own if tensor is None else _computed(tensor.dtype, own)
+        num_bytes += own.itemsize + (computed.itemsize if computed != own else 0)
+    return num_bytes
+
+
+def _computed(dtype: torch.dtype, own: torch.dtype) -> torch.dtype:
+    """Type in which an op computes with a tensor and a number, which yields to it."""
+    if own.is_complex and not dtype.is_complex:
+        return torch.complex128 if dtype == torch.float64 else torch.complex64
+    if own.is_floating_point and not (dtype.is_floating_point or dtype.is_complex):
+        return torch.get_default_dtype()
+    return own if dtype == torch.bool else dtype
 
 
 def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
