@@ -1,7 +1,9 @@
 """What the command line's tests name as models."""
 
+import random
 from collections import OrderedDict
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -26,6 +28,11 @@ def mlp(layers=3, rows=64):
     )
     model = nn.Sequential(OrderedDict(blocks=nn.Sequential(*blocks)))
     return model, torch.randn(rows, 8), mean_square
+
+
+def drawn():
+    model, inputs, loss_fn = mlp()
+    return model, inputs * random.random() * float(np.random.rand()), loss_fn
 
 
 def mean_square(outputs):

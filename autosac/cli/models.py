@@ -27,6 +27,7 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.step import source_lines
 from autosac.step.arguments import optimizer_class, read_dtype
+from autosac.step.random_streams import random_streams_kept, seed_streams
 from autosac.tracing.probing import marked_modules
 
 _KEYS = ("model", "inputs", "loss_fn", "optimizer")
@@ -73,8 +74,8 @@ class Target:
         return {**parts, **options}
 
     def _made(self) -> dict[str, Any]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with random_streams_kept():
+            seed_streams(0)
             parts = self.make()
         target = parts.get(_TARGET)
         if isinstance(target, torch.Tensor) and target.is_meta:

@@ -21,6 +21,7 @@ from autosac._compat_distributed import hide_propagation, unwrapped
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
 from autosac.parallel.sequence_parts import positions_argument
 from autosac.parallel.tp_styles import TensorParallel
+from autosac.step.random_streams import seeded_streams
 from autosac.tracing.copying import copied
 from autosac.tracing.failures import explanation
 from autosac.tracing.recorder import Recorder
@@ -235,7 +236,7 @@ def _running(model: nn.Module, mode: _compat_fakes.FakeTensorMode) -> Iterator[N
     )
     recorder.muted = True  # nothing is recorded, but calls are remembered
     hide_propagation()
-    with mode, torch.no_grad(), recorder:
+    with seeded_streams(), mode, torch.no_grad(), recorder:
         yield
 
 

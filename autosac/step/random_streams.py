@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from autosac.step.extreme_draws import ExtremeDraws, extreme_draws
 
@@ -31,6 +33,41 @@ def random_streams_kept() -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
+def seed_streams(seed: int) -> None:
+    """Seed the global streams of PyTorch, Python and NumPy.
+
+    Those of GPUs, too, also of ones that are first used later.
+    """
+    torch.manual_seed(seed)
+    _seed_others(seed)
+
+
+def _seed_others(seed: int) -> None:
+    """Seed the global streams of Python and NumPy."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)  # it takes no others
+
+
+def stream_states() -> dict[str, torch.Tensor]:
+    """Where the global streams are, by readable name; of those that are restored."""
+    states = {
+        "cpu": torch.get_rng_state(),
+        "Python": _numbers(random.getstate()),
+        "NumPy": _numbers(np.random.get_state()),
+    }
+    if torch.cuda.is_initialized():
+        of_each = enumerate(torch.cuda.get_rng_state_all())
+        states |= {f"cuda:{index}": state for index, state in of_each}
+    return states
+
+
+def _numbers(state: Any) -> torch.Tensor:
+    """The numbers of a state, None as NaN, without its words."""
+    leaves = [leaf for leaf in tree_leaves(state) if not isinstance(leaf, str)]
+    arrays = [np.ravel(np.asarray(leaf, dtype=np.float64)) for leaf in leaves]
+    return torch.from_numpy(np.concatenate(arrays))
+
+
 @contextlib.contextmanager
 def seeded_streams(seed: int = 0) -> Iterator[ExtremeDraws | None]:
     """Restore the global streams; inside, they begin where those of every trace do.
@@ -44,8 +81,7 @@ def seeded_streams(seed: int = 0) -> Iterator[ExtremeDraws | None]:
         torch.default_generator.manual_seed(seed)  # the CPU's: no GPU needs to be there
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
-        random.seed(seed)
-        np.random.seed(seed)
+        _seed_others(seed)
         if not is_extreme:
             yield None
             return

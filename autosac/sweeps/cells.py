@@ -16,6 +16,7 @@ from autosac.profiles.given import calibrated_if_present
 from autosac.profiles.profile import Profile, profile
 from autosac.results.rows import FIGURES, Label, Row, reason_of
 from autosac.step.marks import Marks
+from autosac.step.random_streams import random_streams_kept, seed_streams
 from autosac.sweeps import files
 
 MakeStep = Callable[..., Any]
@@ -44,8 +45,8 @@ class Surroundings:
     def taken(self) -> Iterator[None]:
         """Take the surroundings over for a while, with the random numbers of a seed."""
         before = Surroundings.here()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with random_streams_kept():
+            seed_streams(0)
             self._set()
             try:
                 yield

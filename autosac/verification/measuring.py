@@ -16,6 +16,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.errors import UnsupportedError
+from autosac.step.random_streams import stream_states
 from autosac.step.training_step import AnyOptimizer
 from autosac.storages import dense_parts, storages_of
 
@@ -134,7 +135,7 @@ def capture_state(
     """Copy to the CPU all that a training step may change, by readable name.
 
     That is the loss, gradients, parameters, buffers, optimizer state and the random
-    number generators of the CPU and, once CUDA is in use, of each GPU.
+    number generators of Python, NumPy, the CPU and, once CUDA is in use, of each GPU.
     """
     entries = [("loss", loss)]
     for name, parameter in model.named_parameters():
@@ -144,10 +145,8 @@ def capture_state(
     entries += [(f"buffer {name}", buffer) for name, buffer in model.named_buffers()]
     if optimizer is not None:
         entries += _optimizer_entries(model, optimizer)
-    entries.append(("random state of cpu", torch.get_rng_state()))
-    if torch.cuda.is_initialized():
-        states = enumerate(torch.cuda.get_rng_state_all())
-        entries += [(f"random state of cuda:{index}", state) for index, state in states]
+    states = stream_states()
+    entries += [(f"random state of {name}", state) for name, state in states.items()]
     return {
         name if index == 0 else f"{name} (part {index})": part.detach().to(
             "cpu", copy=True

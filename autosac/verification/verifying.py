@@ -9,7 +9,6 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -29,6 +28,7 @@ from autosac.step.arguments import (
     short,
 )
 from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
+from autosac.step.random_streams import random_streams_kept, seed_streams
 from autosac.step.training_step import (
     AnyOptimizer,
     LossFn,
@@ -155,7 +155,8 @@ def verify(
     """Train a model without and with the plan, and compare.
 
     The model is built anew for each run, from the same seed, and only one is alive
-    at a time. Random number generators are left as they were found.
+    at a time. Random number generators of PyTorch, Python and NumPy are left as they
+    were found.
 
     Args:
         plan: The plan to check.
@@ -250,7 +251,7 @@ def verify_each(
     again = max(recipe.timing_rounds - 1, 0)
     num_runs = (1 + len(plans)) * (1 + again)
     bar = progress_bar("Training to compare", num_runs, show=progress, at_once=True)
-    with _random_state_kept(), bar as advance:
+    with random_streams_kept(), bar as advance:
         baseline, state = _measure(recipe, None)
         advance()
         measurements, differing = [], []
@@ -293,7 +294,7 @@ def _built(recipe: Recipe) -> torch.nn.Module:
     gc.collect()  # the model before this one may hang in a cycle
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()  # a training begins with nothing reserved
-    torch.manual_seed(recipe.seed)
+    seed_streams(recipe.seed)
     model = recipe.make_model()
     if not isinstance(model, torch.nn.Module):
         raise ArgumentError(
@@ -331,12 +332,12 @@ class _Run:
         if plan is not None:
             plan.apply(self.model)
         self.optimizer = optimizer_for(recipe.make_optimizer, self.model)
-        torch.manual_seed(recipe.seed)
+        seed_streams(recipe.seed)
         self.args, self.kwargs = normalize_inputs(recipe.make_inputs())
         self.recipe = recipe
         self.is_planned = plan is not None
         self.device = self._find_device()
-        torch.manual_seed(recipe.seed)
+        seed_streams(recipe.seed)
 
     def clear_gradients(self) -> None:
         if not self.recipe.gradients_in_forward:  # then the step itself does
@@ -446,11 +447,3 @@ def _time(recipe: Recipe, plan: AppliesToModel | None) -> float:
     run = _Run(recipe, plan)
     run.step()  # creates the optimizer state and warms caches
     return run.timed_step_ms()
-
-
-@contextmanager
-def _random_state_kept() -> Iterator[None]:
-    in_use = torch.cuda.is_initialized()
-    devices = range(torch.cuda.device_count()) if in_use else ()
-    with torch.random.fork_rng(devices=devices):
-        yield

@@ -1,10 +1,12 @@
 """Whole plans: run on real ranks as users run them, and held against all cuts."""
 
 import copy
+import random
 import re
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,6 +28,8 @@ from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import step_ms
 from autosac.pipelines.schedule_racing import Race
 from autosac.pipelines.schedules import Schedule
+from autosac.step.random_streams import stream_states
+from autosac.verification.measuring import differences
 from benchmarks.stage_ranks import SEED, Job, can_count, run_ranks
 from tests.pipelines.stages import (
     NUM_TOKENS,
@@ -285,6 +289,26 @@ def test_steps_that_pipelines_run_otherwise_are_refused():
     in_backward = partial(autosac.OptimizerInBackward, make_optimizer=torch.optim.AdamW)
     with pytest.raises(UnsupportedError, match="that step in backward"):
         plan(Model(), "1GiB", optimizer=in_backward)
+
+
+class Draws(nn.Module):
+    """A block that draws from PyTorch, Python and NumPy."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.dropout = nn.Linear(8, 8), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.dropout(self.inner(x)) * random.random() * float(np.random.rand())
+
+
+def test_planning_leaves_random_streams_where_they_were():
+    model = nn.Sequential(Draws(), Draws())
+    before = stream_states()
+
+    chain_of(model, torch.ones(4, 8))
+
+    assert not differences(before, stream_states())
 
 
 def test_a_plan_is_for_its_ranks_and_its_model(for_gpus):

@@ -3,6 +3,7 @@ import functools
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -12,13 +13,16 @@ import weakref
 from pathlib import Path
 
 import joblib
+import numpy as np
 import pytest
 import torch
 
 import autosac
 from autosac.devices.specs import KNOWN_DEVICES
+from autosac.step.random_streams import stream_states
 from autosac.sweeps.cell_facts import code_of, text_of
 from autosac.tracing import trace
+from autosac.verification.measuring import differences
 from tests.grid_steps import interrupted_step, make_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,15 +139,15 @@ def test_cells_are_seeded_and_leave_the_process_as_it_was():
     drawn = []
 
     def step():
-        drawn.append(torch.rand(()).item())
+        drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
         return make_step(8, 64)
 
-    before = torch.get_rng_state()
+    before = stream_states()
     autosac.sweep_grid(step, {}, n=2)
     autosac.sweep_grid(step, {}, n=2)
 
     assert drawn[0] == drawn[1]
-    assert torch.equal(before, torch.get_rng_state())
+    assert not differences(before, stream_states())
 
 
 @pytest.mark.parametrize(

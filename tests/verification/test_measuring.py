@@ -167,6 +167,8 @@ def test_state_holds_everything_a_step_changes():
         "optimizer state ['exp_avg'] of 0.weight",
         "optimizer state ['step'] of 0.weight",
         "random state of cpu",
+        "random state of Python",
+        "random state of NumPy",
     }
 
 

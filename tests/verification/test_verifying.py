@@ -1,16 +1,19 @@
 import math
+import random
 import warnings
 from collections import deque
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from autosac import calibrate, floor, plan, profile
 from autosac.errors import ArgumentError
+from autosac.step.random_streams import seed_streams
 from autosac.storages import storage_bytes
 from autosac.verification.verifying import Verification, verify
 
@@ -101,6 +104,48 @@ def test_another_stream_of_random_numbers_is_caught():
     assert found.differences[-1].startswith("random state of cpu")
 
 
+@pytest.mark.parametrize(
+    ("name", "draw"), [("Python", random.random), ("NumPy", np.random.rand)]
+)
+def test_another_stream_of_python_or_numpy_is_caught(name, draw):
+    class Draws(Checkpointed):
+        def apply(self, model):
+            model.register_forward_hook(lambda *_: draw() and None)
+
+    found = check(Draws(), steps=1)
+
+    assert found.differences[-1].startswith(f"random state of {name}: ")
+
+
+class Masked(torch.nn.Module):
+    """Masks a row that NumPy draws, as SpecAugment does, and scales as Python says."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Block()
+        self.scale = random.random()
+
+    def forward(self, x):
+        mask = torch.ones(BATCH, 1)
+        mask[np.random.randint(BATCH)] = 0
+        return self.inner(x) * mask * (self.scale + random.random())
+
+
+@pytest.mark.parametrize("seed", [0, -1])
+def test_draws_of_python_and_numpy_are_those_of_a_seed(seed):
+    class Nothing(Checkpointed):
+        def apply(self, model):
+            pass
+
+    def masked_inputs():
+        return make_inputs() * np.random.rand()
+
+    recipe = {"make_optimizer": make_optimizer, "timing_rounds": 0, "seed": seed}
+    found = verify(Nothing(), Masked, masked_inputs, **recipe)
+
+    assert found.identical, found.differences
+
+
 def test_peak_of_a_linear_layer_is_counted_by_hand():
     class Nothing(Checkpointed):
         def apply(self, model):
@@ -145,14 +190,17 @@ def test_keyword_inputs_and_their_own_loss():
     assert verify(Checkpointed(), Model, lambda: inputs, timing_rounds=1).identical
 
 
-def test_random_state_is_left_alone():
-    torch.manual_seed(7)
-    expected = torch.rand(3)
-    torch.manual_seed(7)
+def test_random_states_are_left_alone():
+    def drawn():
+        return torch.rand(3).tolist(), random.random(), np.random.rand()
 
-    check(Checkpointed(), steps=1)
+    seed_streams(7)
+    expected = drawn()
+    seed_streams(7)
 
-    assert torch.equal(torch.rand(3), expected)
+    verify(Checkpointed(), lambda: torch.nn.Sequential(Masked()), make_inputs, steps=1)
+
+    assert drawn() == expected
 
 
 def test_only_one_model_is_alive_at_a_time():
