@@ -1,5 +1,6 @@
 """Plan files say what they are, whichever class is asked to load them."""
 
+import json
 import re
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.profiles.fingerprints import digest
 
 _KINDS = {
     "Plan": "a plan",
@@ -65,3 +67,63 @@ def test_a_file_that_is_no_plan_is_said_to_be_none(loader, content, words, tmp_p
         autosac.ArgumentError, match=rf"not a plan saved by autosac: it .*{words}\.$"
     ):
         getattr(autosac, loader).load(tmp_path / "file")
+
+
+@pytest.mark.parametrize("loader", _KINDS)
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("format", "3", "has plan format '3'; this autosac reads format"),
+        ("budget_bytes", -1, "must be a whole number of 0 or more, got -1"),
+        ("device", None, "`device` must be text, got None"),
+        ("model", 3, "`model` must be a list, got 3"),
+        ("calibrated", 1, "`calibrated` must be true or false, got 1"),
+        ("calibrated", None, "it lacks `calibrated`"),
+    ],
+)  # fmt: skip
+def test_a_value_of_another_kind_is_named_in_files_of_all_kinds(
+    paths, loader, key, value, words, tmp_path
+):
+    record = json.loads((paths / loader).read_text())
+    record[key] = value
+    if words.startswith("it lacks"):
+        del record[key]
+    if "digest" in record:
+        unread = ("format", "summary", "digest")
+        body = {name: item for name, item in record.items() if name not in unread}
+        record["digest"] = digest(body)
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+
+    with pytest.raises(autosac.ArgumentError, match=re.escape(words)):
+        getattr(autosac, loader).load(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize(
+    ("loader", "change", "words"),
+    [
+        (
+            "PipelinePlan",
+            lambda record: record["stage_plans"].pop(),
+            "it has 1 stages, and its schedule 2",
+        ),
+        (
+            "PipelinePlan",
+            lambda record: record["stage_plans"][0]["fqns"].clear(),
+            "a stage of it has no block, or gets no batch",
+        ),
+        (
+            "ParallelPlan",
+            lambda record: record["context"].update(degree=0),
+            "`context.degree` must be a whole number of 1 or more, got 0",
+        ),
+    ],
+)
+def test_plans_of_several_processes_that_cannot_be_are_refused(
+    paths, loader, change, words, tmp_path
+):
+    record = json.loads((paths / loader).read_text())
+    change(record)
+    (tmp_path / "plan.json").write_text(json.dumps(record))
+
+    with pytest.raises(autosac.ArgumentError, match=re.escape(words)):
+        getattr(autosac, loader).load(tmp_path / "plan.json")

@@ -18,7 +18,7 @@ ranks, those of one group among them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any, Literal
@@ -126,11 +126,6 @@ class ContextParallel:
             if any(f"{attention}.".startswith(f"{fqn}.") for fqn in fqns)
         )
         return replace(self, attentions=own)
-
-    @classmethod
-    def of_record(cls, record: Mapping[str, Any]) -> ContextParallel:
-        """Read what `dataclasses.asdict` made of one and JSON kept."""
-        return cls(**{**record, "attentions": tuple(record["attentions"])})
 
 
 WHOLE_SEQUENCE = ContextParallel()

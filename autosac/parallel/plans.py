@@ -20,9 +20,9 @@ from autosac.parallel import fsdp_applying
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.mesh_racing import Division, division_of
 from autosac.parallel.sequence_parts import Inputs, part_of
-from autosac.parallel.sharding import FsdpUnit, Sharding
+from autosac.parallel.sharding import Sharding
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.plan_kinds import plan_record
+from autosac.plan_kinds import check_consistent, loaded, plan_record
 from autosac.planning.plans import LARGE_GAP
 from autosac.profiles.fingerprints import Fingerprint, check_model
 from autosac.profiles.mistakes import check_unplanned
@@ -30,7 +30,8 @@ from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
 from autosac.step.training_step import normalize_inputs
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
-from autosac.units.policies import OpPolicy, op_policy_of
+from autosac.units.policies import OpPolicy
+from autosac.units.policy_checks import policies_problem
 
 _FORMAT_VERSION = 2
 
@@ -304,23 +305,12 @@ class ParallelPlan(Summarized):
         Raises:
             ArgumentError: The file is not such a plan.
         """
-        record = _record(path)
-        try:
-            sharding = record["sharding"]
-            sharding["units"] = tuple(FsdpUnit(**unit) for unit in sharding["units"])
-            record["sharding"] = Sharding(**sharding)
-            record["tensor"] = TensorParallel(**record["tensor"])
-            if "context" in record:  # older plans have none
-                record["context"] = ContextParallel.of_record(record["context"])
-            record["op_policies"] = tuple(map(op_policy_of, record["op_policies"]))
-            others = record["alternatives"]
-            record["alternatives"] = tuple(Alternative(**other) for other in others)
-            record["model"] = tuple(
-                (fqn, kind, tuple(own)) for fqn, kind, own in record["model"]
-            )
-            return cls(**record)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ArgumentError(f"{path} is damaged: {error}. Plan again.") from error
+        version = _FORMAT_VERSION
+        record = plan_record(path, wanted="ParallelPlan", format_version=version)
+        plan = loaded(cls, path, record)
+        problem = policies_problem(plan.op_policies, plan.policy, plan.model)
+        check_consistent(path, problem)
+        return plan
 
     def report(self) -> str:
         """The plan as text for people."""
@@ -413,16 +403,3 @@ class ParallelPlan(Summarized):
             f" {format_ms(self.exposed_copies_ms)} of the recomputation is waiting for"
             " it"
         )
-
-
-def _record(path: str | Path) -> dict[str, Any]:
-    """The JSON object of a saved plan without its format."""
-    record = plan_record(path, wanted="ParallelPlan")
-    format_version = record.pop("format")
-    if format_version != _FORMAT_VERSION:
-        raise ArgumentError(
-            f"{path} has parallel plan format {format_version}; this autosac reads"
-            f" format {_FORMAT_VERSION}. Plan again, or use the autosac it was made"
-            " with."
-        )
-    return record

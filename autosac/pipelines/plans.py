@@ -18,7 +18,6 @@ from autosac import _compat_pipelining
 from autosac._compat_distributed import sharding_mesh
 from autosac.checkpointing import installing
 from autosac.checkpointing.running_step import Step
-from autosac.errors import ArgumentError
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.fsdp_applying import (
@@ -33,13 +32,14 @@ from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.pipelines.blocks import Passed, Stage, Tokens
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
-from autosac.plan_kinds import plan_record
+from autosac.plan_kinds import check_consistent, loaded, plan_record
 from autosac.profiles.fingerprints import Fingerprint, check_model
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms
 from autosac.step import arguments
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
-from autosac.units.policies import OpPolicy, op_policy_of
+from autosac.units.policies import OpPolicy
+from autosac.units.policy_checks import policies_problem
 
 _FORMAT_VERSION = 3
 
@@ -339,26 +339,11 @@ class PipelinePlan(Summarized):
         Raises:
             ArgumentError: The file is not such a plan.
         """
-        record = plan_record(path, wanted="PipelinePlan")
-        try:
-            if record.pop("format") != _FORMAT_VERSION:
-                raise ValueError("it has another format")
-            record["pipeline"] = Schedule(**record["pipeline"])
-            stages = map(_stage_plan, record["stage_plans"])
-            record["stage_plans"] = tuple(stages)
-            record["tensor"] = TensorParallel(**record["tensor"])
-            if "context" in record:  # older plans have none
-                record["context"] = ContextParallel.of_record(record["context"])
-            record["parallel"] = DataParallel(**record["parallel"])
-            record["alternatives"] = tuple(record["alternatives"])
-            record["model"] = tuple(
-                (fqn, kind, tuple(own)) for fqn, kind, own in record["model"]
-            )
-            return cls(**record)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError(
-                f"{path} is no pipeline plan of this autosac: {error}. Plan again."
-            ) from error
+        version = _FORMAT_VERSION
+        record = plan_record(path, wanted="PipelinePlan", format_version=version)
+        plan = loaded(cls, path, record)
+        check_consistent(path, _problem(plan))
+        return plan
 
     def report(self) -> str:
         """The plan as text for people."""
@@ -472,10 +457,17 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _stage_plan(record: dict[str, Any]) -> StagePlan:
-    record["fqns"] = tuple(record["fqns"])
-    record["op_policies"] = tuple(map(op_policy_of, record["op_policies"]))
-    for name in ("received", "sent"):
-        passed = record[name]
-        record[name] = Passed(**{**passed, "shape": tuple(passed["shape"])})
-    return StagePlan(**record)
+def _problem(plan: PipelinePlan) -> str | None:
+    """Why the fields of a plan cannot be true together, in words; None if they can."""
+    stages, number = plan.stage_plans, plan.pipeline.num_stages
+    if len(stages) != number:
+        return f"it has {len(stages)} stages, and its schedule {number}"
+    if not all(stage.fqns and stage.received.shape for stage in stages):
+        return "a stage of it has no block, or gets no batch"
+    if not plan.step_ms:
+        return "its step takes no time"
+    for stage in stages:
+        wrong = policies_problem(stage.op_policies, stage.policy, plan.model)
+        if wrong is not None:
+            return wrong
+    return None

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, fields
+from reprlib import repr as shortened
+from typing import Any, TypeVar
 
+from autosac.planning.plan_data import PlanData
 from autosac.profiles.fingerprints import digest
-from autosac.step.batch_signatures import BatchSignature
+from autosac.typed_json import built
 from autosac.units.policies import DETACHED, RERUN, SAVE, SKIP, VIEW, OpPolicy
+from autosac.units.policy_checks import STREAMS, policies_problem
 
 FORMAT = 3
 _WORDS = {
@@ -38,11 +42,34 @@ _UNIT_FIELDS = (
 # Of a unit that offloads anything.
 _FAR_FIELDS = ("far", "far_until", "prefetched", "far_ops")
 # Of a model that is streamed.
-_STREAMS = ("streamed", "streamed_bytes", "fetched_with", "let_go_with")
-_STREAM_FIELDS = (*_STREAMS, "num_saved")
-_TUPLES = ("far", "far_ops", *_STREAMS)
+_STREAM_FIELDS = (*STREAMS, "num_saved")
 _MORE = {"op_sequences": 0, "variants": 1}  # levels of lines inside, besides their own
+_HEADROOM: tuple[set[str], ...] = (
+    set(),
+    {"kept"},
+    {"kept", "loss", "handed"},
+)  # see `headroom.py`
 _UNREAD = ("format", "summary", "digest")  # what `read` does not hand on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """How a file lays out a plan, or that for some of its batches."""
+
+    units: tuple[dict[str, Any], ...]
+    signatures: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole(_Part):
+    """How a file lays out a plan."""
+
+    op_sequences: tuple[tuple[str, ...], ...]
+    variants: tuple[dict[str, Any], ...]
+    model: Any
+
+
+_Layout = TypeVar("_Layout", bound=_Part)
 
 
 def write(record: Mapping[str, Any], *, summary: list[str]) -> str:
@@ -87,94 +114,85 @@ def _written(
 def read(whole: dict[str, Any]) -> dict[str, Any]:
     """The plan's fields from the JSON object of a text that `write` made.
 
+    They are still as JSON has them; units have their ops.
+
     Raises:
-        ValueError: It is of another format, or was changed; says which.
+        ValueError: It was changed, or is not as `write` lays it out; says which.
     """
-    if whole["format"] != FORMAT:
-        raise ValueError(
-            f"has plan format {whole['format']}; this autosac reads format {FORMAT}."
-            " Plan again, or use the autosac it was made with"
-        )
     body = {name: value for name, value in whole.items() if name not in _UNREAD}
-    if whole.get("digest") != digest(body):
+    try:
+        is_whole = whole.get("digest") == digest(body)
+    except ValueError:  # `write` writes no numbers that JSON does not have
+        is_whole = False
+    if not is_whole:
         raise ValueError("was changed or cut since it was saved. Plan again")
     try:
         return _fields(body)
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ValueError(f"is damaged: {error!r}. Plan again") from error
+    except ValueError as error:
+        raise ValueError(f"is damaged: {error}. Plan again") from error
 
 
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
-    sequences = [list(map(_op, lines)) for lines in body.pop("op_sequences")]
-    model = tuple((fqn, kind, tuple(own)) for fqn, kind, own in body.pop("model"))
-    variants = [_part(one, sequences, model) for one in body.pop("variants")]
-    whole = _part(body, sequences, model)
-    return {**whole, "variants": [{**one, "variants": []} for one in variants]}
+    whole, others = _laid_out(_Whole, body)
+    sequences = [list(map(_op, lines)) for lines in whole.op_sequences]
+    model = {"model": whole.model}
+    variants = [
+        {**_part(*_laid_out(_Part, one), sequences), **model, "variants": []}
+        for one in whole.variants
+    ]
+    return {**_part(whole, others, sequences), **model, "variants": variants}
+
+
+def _laid_out(kind: type[_Layout], body: dict[str, Any]) -> tuple[_Layout, Any]:
+    """What a file lays out otherwise than a plan has it, and the other fields."""
+    own = {one.name for one in fields(kind)} & body.keys()
+    others = {name: value for name, value in body.items() if name not in own}
+    return built(kind, {name: body[name] for name in own}), others
 
 
 def _part(
-    body: dict[str, Any], sequences: list[list[tuple[str, str, str]]], model: Any
+    part: _Part, others: dict[str, Any], sequences: list[list[tuple[str, str, str]]]
 ) -> dict[str, Any]:
-    """Fields of a plan, or of one for some of its batches."""
+    """Fields of a plan, or of one for some of its batches, without its model."""
     units = []
-    for unit in body.pop("units"):
-        actions, onward, names = zip(*sequences[unit.pop("ops")], strict=True)
-        for name in _TUPLES:
-            unit[name] = tuple(unit.get(name, ()))
-        units.append(
-            OpPolicy(
-                names=names, actions="".join(actions), onward="".join(onward), **unit
+    for place, unit in enumerate(part.units):
+        index = unit.get("ops")
+        if type(index) is not int or not 0 <= index < len(sequences):
+            raise ValueError(
+                f"`units[{place}].ops` must be the place of one of its"
+                f" {len(sequences)} `op_sequences`, got {shortened(index)}"
             )
-        )
-    signatures = tuple(
-        BatchSignature(tuple((place, kind, tuple(s)) for place, kind, s in leaves))
-        for leaves in body.pop("signatures")
-    )
-    return {
-        **body,
-        "opening": tuple(body["opening"]),
-        "signatures": signatures,
-        "model": model,
-        "op_policies": tuple(units),
-    }
+        actions, onward, names = zip(*sequences[index], strict=True)
+        ops = {"names": names, "actions": "".join(actions), "onward": "".join(onward)}
+        units.append({**{k: v for k, v in unit.items() if k != "ops"}, **ops})
+    signatures = [{"leaves": leaves} for leaves in part.signatures]
+    return {**others, "signatures": signatures, "op_policies": units}
 
 
 def _op(line: str) -> tuple[str, str, str]:
     """Action, action on the way onward ('' outside of chains) and name of an op."""
-    words, name = line.split(" ")
+    words, _, name = line.partition(" ")
     action, _, onward = words.partition("/")
+    if not name or not {action, onward or action} <= _LETTERS.keys():
+        raise ValueError(f"{shortened(line)} does not say what becomes of an op")
     return _LETTERS[action], onward and _LETTERS[onward], name
 
 
-def problem(record: Mapping[str, Any]) -> str | None:
+def problem(plan: PlanData) -> str | None:
     """Why the fields of a plan cannot be true together, in words; None if they can."""
-    for one in record["variants"]:
+    for one in plan.variants:
         if (wrong := problem(one)) is not None:
             return wrong
-    if not record["signatures"]:
+    if not plan.signatures:
         return "it is for no batch"
-    modules = {fqn for fqn, _, _ in record["model"]}
-    units = record["op_policies"]
-    if record["peak_bytes"] > record["budget_bytes"]:
+    if (plan.headroom_bytes or {}).keys() not in _HEADROOM:
+        return "it does not say all of what its peak leaves"
+    if plan.peak_bytes > plan.budget_bytes:
         return (
-            f"its peak of {record['peak_bytes']} bytes is above its budget of"
-            f" {record['budget_bytes']}"
+            f"its peak of {plan.peak_bytes} bytes is above its budget of"
+            f" {plan.budget_bytes}"
         )
-    if any(one.far and not one.far_until for one in units):
-        return "a unit of it never lets go of what it offloads"
-    if any(one.actions[i : i + 1] != SAVE for one in units for i in one.far_ops):
-        return "a unit of it offloads results that it does not save"
-    for one in units:
-        if len({len(getattr(one, name)) for name in _STREAMS}) > 1:
-            return "it does not say of all that it streams when that goes and comes"
-        if any(not 0 <= k < len(one.streamed) for k in one.fetched_with):
-            return "it fetches something with what it does not stream"
-    if {one.label for one in units if not one.streamed} != record["policy"].keys():
-        return "its policy and its op policies are for different units"
-    ends = {fqn for one in units for fqn in (one.fqn, one.until, one.far_until) if fqn}
-    if strange := ends - modules:
-        return f"its unit `{min(strange)}` is no module of its model"
-    return None
+    return policies_problem(plan.op_policies, plan.policy, plan.model)
 
 
 def _lines(one: OpPolicy) -> tuple[str, ...]:

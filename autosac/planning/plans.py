@@ -14,7 +14,7 @@ from autosac.checkpointing import batch_variants
 from autosac.costs.host import time_notes
 from autosac.errors import ArgumentError
 from autosac.kinds import check_kind, new_file
-from autosac.plan_kinds import plan_record
+from autosac.plan_kinds import check_consistent, loaded, plan_record
 from autosac.planning import offload_advice, plan_files
 from autosac.planning.plan_data import PlanData
 from autosac.planning.unseen_batches import UnseenBatches, largest
@@ -171,11 +171,6 @@ class Plan(PlanData, Summarized):
         return {n: value for n, value in record.items() if n not in left_out}
 
     @classmethod
-    def _of_record(cls, record: dict[str, Any]) -> Plan:
-        variants = tuple(map(cls._of_record, record["variants"]))
-        return cls(**{**record, "variants": variants})
-
-    @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote, and check that it is whole.
 
@@ -185,22 +180,19 @@ class Plan(PlanData, Summarized):
         Raises:
             ArgumentError: The file is no such plan, was changed, or contradicts itself.
         """
-        whole = plan_record(path, wanted="Plan")
+        whole = plan_record(path, wanted="Plan", format_version=plan_files.FORMAT)
         try:
             record = plan_files.read(whole)
         except ValueError as error:
             raise ArgumentError(f"{path} {error}.") from error
-        try:
-            plan, wrong = cls._of_record(record), plan_files.problem(record)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
-            raise ArgumentError(f"{path} is damaged: {error}. Plan again.") from error
-        if wrong:
-            raise ArgumentError(f"{path} contradicts itself: {wrong}. Plan again.")
+        plan = loaded(cls, path, record)
+        check_consistent(path, plan_files.problem(plan))
         if _release(plan.torch_version) != _release(torch.__version__):
             warnings.warn(
                 f"{path} was planned with torch {plan.torch_version}, this is torch"
                 f" {torch.__version__}, which may run other ops. `autosac.check` with a"
-                " profile of the model tells whether the plan holds; or plan again.",
+                " profile of the model, or `autosac verify` on the command line, tells"
+                " whether the plan holds; or plan again.",
                 stacklevel=2,
             )
         return plan

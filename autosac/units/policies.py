@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autosac.step.tape import Op
 
@@ -99,12 +98,6 @@ class OpPolicy:
     def label(self) -> str:
         """Name of the unit for people, as `Unit.label`."""
         return f"{self.fqn}-{self.until}" if self.until else self.fqn
-
-
-def op_policy_of(record: Mapping[str, Any]) -> OpPolicy:
-    """An op policy of a JSON file, where tuples are lists."""
-    fields: Any = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
-    return OpPolicy(**fields)
 
 
 def is_listed(op: Op) -> bool:

@@ -130,6 +130,7 @@ def _set(key, value):
         ("[1, 2]", "names no format"),
         ("3", "names no format"),
         ("{}", "names no format"),
+        ('{"format": "3"}', "format '3'; this autosac reads format 3"),
         ('{"format": 1}', "format 1; this autosac reads format 3"),
         ('{"format": 3}', "changed or cut"),
     ],
@@ -158,8 +159,9 @@ def test_half_a_file_does_not_load(saved):
         lambda record: record.pop("peak_bytes"),
         lambda record: record["op_sequences"][0].append("save aten.mm.default"),
         lambda record: record["model"].pop(),
+        _set("bound_ms", float("nan")),
     ],
-    ids=["budget", "torch", "policy", "peak", "ops", "model"],
+    ids=["budget", "torch", "policy", "peak", "ops", "model", "nan"],
 )
 def test_a_changed_file_does_not_load(change, saved):
     changed(saved, change, sign=False)
@@ -174,12 +176,16 @@ def test_a_changed_file_does_not_load(change, saved):
         (_set("budget_bytes", 1), "above its budget of 1"),
         (lambda record: record["policy"].popitem(), "different units"),
         (lambda record: record["model"].__delitem__(slice(1, None)), "no module"),
-        (lambda record: record.pop("peak_bytes"), "peak_bytes"),
-        (_set("surplus", 1), "surplus"),
-        (_set("units", [1]), "damaged"),
+        (lambda record: record.pop("peak_bytes"), "it lacks `peak_bytes`"),
+        (lambda record: record.pop("units"), "it lacks `units`"),
+        (lambda record: record["units"][0].pop("ops"), r"`units\[0\].ops` must be"),
+        (lambda record: record["headroom_bytes"].pop("handed"), "what its peak leaves"),
+        (_set("surplus", 1), "it has an unknown `surplus`"),
+        (_set("replan", None), "it has an unknown `replan`"),
+        (_set("units", [1]), r"`units\[0\]` must be an object, got 1"),
         (_set("units", [{"fqn": "0", "ops": 0}]), "training"),
-        (_set("model", [["0"]]), "damaged"),
-        (_set("op_sequences", [["do aten.mm.default"]]), "damaged"),
+        (_set("model", [["0"]]), r"`model\[0\]` must be a list of 3, got \['0'\]"),
+        (_set("op_sequences", [["do aten.mm.default"]]), "becomes of an op"),
     ],
 )  # fmt: skip
 def test_a_file_that_was_made_wrongly_does_not_load(change, match, saved):
@@ -191,10 +197,94 @@ def test_a_file_that_was_made_wrongly_does_not_load(change, match, saved):
     assert re.search(match, str(caught.value))
 
 
+_OTHERS = (None, [], {}, "x", -1, 1.5, True, 7, ["x"], {"x": "x"}, [[]], [{}])
+
+
+def _places(value, path=()):
+    """Places of a JSON value, of lists those in the first and the last entry."""
+    yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _places(item, (*path, key))
+    elif isinstance(value, list):
+        for index in sorted({0, len(value) - 1} & {*range(len(value))}):
+            yield from _places(value[index], (*path, index))
+
+
+def _put(record, path, value):
+    *outer, last = path
+    for key in outer:
+        record = record[key]
+    record[last] = value
+
+
+@pytest.mark.filterwarnings("ignore:.* was planned with torch")
+def test_no_value_of_another_kind_is_an_error_later(saved):
+    # Whatever loads can be shown.
+    whole = json.loads(saved.read_text())
+    whole["policy"] = dict(list(whole["policy"].items())[:1])  # one says all
+    kept = saved.read_text()
+    paths = [p for p in _places(whole) if p and p[0] not in plan_files._UNREAD]
+    refused = set()
+    for path in paths:
+        for value in _OTHERS:
+            saved.write_text(kept)
+            changed(saved, lambda record, p=path, v=value: _put(record, p, v))
+            try:
+                plan = autosac.Plan.load(saved)
+            except autosac.ArgumentError as error:
+                refused.add(path)
+                assert "Error(" not in str(error), (path, value)
+                continue
+            str(plan), repr(plan), plan.report()
+            assert hash(plan.signatures) and plan == plan
+    assert set(paths) == refused
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        (("torch_version",), None, "`torch_version` must be text, got None"),
+        (("step_ms",), "x", "`step_ms` must be a number of 0 or more, got 'x'"),
+        (("recompute_ms",), -1.0, "`recompute_ms` must be a number of 0 or more, got"),
+        (("peak_bytes",), -1, "`peak_bytes` must be a whole number of 0 or more, got"),
+        (("baseline_peak_bytes",), 1.5, "must be a whole number of 0 or more, got 1.5"),
+        (("measured_fraction",), 2.0, "must be a share of 0 to 1, got 2.0"),
+        (("calibrated",), "x", "`calibrated` must be true or false, got 'x'"),
+        (("cap",), "x", "`cap` must be one of 'allocated', 'reserved', got 'x'"),
+        (("reserved_bytes",), [], "a whole number of 0 or more or null, got []"),
+        (("device",), {}, "`device` must be text, got {}"),
+        (("composition", "parameter"), None, "`composition['parameter']` must be"),
+        (("signatures", 0, 0, 2), ["x"], "`signatures[0].leaves[0][2][0]` must be a"),
+        (("units", 0, "call_index"), None, "`op_policies[0].call_index` must be a who"),
+        (
+            ("units", 0, "call_index"),
+            7,
+            "for call 7 of `blocks.0.norm1`, of 1 that",
+        ),
+        (("units", 0, "chain"), "", "names a place in a chain, and no chain"),
+        (("units", 0, "position"), 7, "does not have all blocks of its chain"),
+        (("units", 0, "around"), "x", "its unit `x` is no module of its model"),
+    ],
+)
+def test_a_value_of_another_kind_or_range_is_named(path, value, words, saved):
+    changed(saved, lambda record: _put(record, path, value))
+
+    with pytest.raises(autosac.ArgumentError, match=re.escape(words)):
+        autosac.Plan.load(saved)
+
+
+def test_the_mark_of_an_encoding_is_read_over(tight, saved):
+    saved.write_text(saved.read_text(), encoding="utf-8-sig")
+
+    assert autosac.Plan.load(saved) == tight
+
+
 def test_another_pytorch_is_named_in_a_warning(saved):
     changed(saved, _set("torch_version", "2.9.1+cpu"))
+    match = r"torch 2\.9\.1\+cpu, this is torch.*`autosac verify` on the command line"
 
-    with pytest.warns(UserWarning, match=r"torch 2\.9\.1\+cpu, this is torch"):
+    with pytest.warns(UserWarning, match=match):
         assert autosac.Plan.load(saved).torch_version == "2.9.1+cpu"
 
 
