@@ -27,13 +27,21 @@ Marker = Callable[..., None]
 
 MakeOptimizer = Callable[[Iterable[torch.nn.Parameter]], Any]
 
+_SAVED = "optimizers"  # what `OptimizerInBackward.state_dict` has
+
 
 class OptimizerInBackward:
     """One optimizer per parameter, stepped as soon as its gradient is complete.
 
     Gradients then never exist all at once. The optimizers step in hooks of the
     parameters (``Tensor.register_post_accumulate_grad_hook``); calling `step` does
-    nothing.
+    nothing. `torch.optim.lr_scheduler` takes optimizers one by one, so each has its
+    scheduler::
+
+        schedulers = [OneCycleLR(one, ...) for one in optimizer.optimizers.values()]
+        ...
+        for scheduler in schedulers:  # where a loop calls `scheduler.step()`
+            scheduler.step()
 
     Args:
         parameters: Those to train.
@@ -86,6 +94,38 @@ class OptimizerInBackward:
 
     def step(self) -> None:
         """Do nothing: every parameter was stepped in backward."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients that came otherwise than by backward, or set them to zero."""
+        for optimizer in self.optimizers.values():
+            optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all optimizers, in the order of their parameters."""
+        return {_SAVED: [one.state_dict() for one in self.optimizers.values()]}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave, for as many parameters in the same order.
+
+        Raises:
+            ArgumentError: It is of another optimizer, or of more or fewer parameters;
+                nothing is loaded then.
+        """
+        check_kind(state_dict, Mapping, name="state_dict", wanted="a dict")
+        states = state_dict.get(_SAVED)
+        if not isinstance(states, list):
+            raise ArgumentError(
+                "`state_dict` is not of an `OptimizerInBackward`: its state comes from"
+                " `OptimizerInBackward.state_dict`, as it has an optimizer for each"
+                " parameter."
+            )
+        if len(states) != len(self.optimizers):
+            raise ArgumentError(
+                f"`state_dict` is of {len(states)} parameters, and this optimizer has"
+                f" {len(self.optimizers)}: make it of the same ones, in the same order."
+            )
+        for optimizer, state in zip(self.optimizers.values(), states, strict=True):
+            optimizer.load_state_dict(state)
 
 
 def _listed(parameters: Any) -> list[torch.nn.Parameter]:
