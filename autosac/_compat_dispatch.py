@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from autosac import _compat, _compat_autograd
+from autosac import _compat, _compat_alone, _compat_autograd
 from autosac._compat_distributed import WAITS
 
 
@@ -134,7 +134,8 @@ class BelowAutograd:
 def as_a_step_begins() -> Iterator[None]:
     """Run with gradients and outside of autocast, whatever is open around it.
 
-    An autocast inside drops its copies of weights, as the outermost one does.
+    An autocast inside drops its copies of weights, as the outermost one does. Other
+    processes are out of reach for one that is alone (`_compat_alone`).
     """
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
@@ -144,7 +145,7 @@ def as_a_step_begins() -> Iterator[None]:
     for _ in range(depth):
         torch.autocast_decrement_nesting()
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), _compat_alone.without_others():
             yield
     finally:
         for _ in range(depth):

@@ -149,7 +149,8 @@ def measure_ops(
     first_runs = _first_runs_on_gpu if device.type == "cuda" else _first_runs_on_cpu
     used = [_index_of(device)] if device.type == "cuda" else []
     random = torch.random.fork_rng(devices=used)
-    with random, _compat_dispatch.as_a_step_begins(), torch.no_grad():
+    begin = _compat_dispatch.as_a_step_begins()
+    with random, begin, _compat.no_modes(), torch.no_grad():
         costs, failed, is_cut = first_runs(allowed, device, progress)
         short = [s for s, cost in costs.items() if cost.runtime_ms < _SHORT_MS]
         rough = dict.fromkeys(short)  # timed beside the profiler only

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from autosac import _compat, _compat_dispatch, _compat_fakes
+from autosac import _compat, _compat_alone, _compat_dispatch, _compat_fakes
 from autosac.errors import TraceError
 from autosac.fake_tensors import real_layouts
 from autosac.fake_tensors.repeated_calls import is_real
@@ -112,6 +112,8 @@ def run_op(
     if _compat.is_profiling(func):
         with _compat.no_dispatch():
             return func(*args, **kwargs)
+    if _compat_alone.answers(func):
+        return func(*args, **kwargs)
     changes_layout = torch.Tag.inplace_view in func.tags  # FakeTensorMode refuses that
     if inputs and (changes_layout or _is_small(func, args, kwargs, inputs)):
         with _compat.no_modes():

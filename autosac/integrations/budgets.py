@@ -239,7 +239,7 @@ class Loop:
         self, model: torch.nn.Module, inputs: Any, *, real_step: bool
     ) -> Iterator[Profile]:
         """The step of a batch, to be planned inside: the model runs as in the loop."""
-        with forward_replaced(model, self.forward(model)):
+        with forward_replaced(model, self.forward(model)), self.replica.alone():
             step = profile(model, inputs, **{"loss_fn": _itself, **self.options})
             step = calibrated_if_present(step, real_step=real_step)
             gc.collect()  # a copy of the model refers to itself by its `forward`

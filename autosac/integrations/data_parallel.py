@@ -133,5 +133,5 @@ class _Returned:
         return _Returned(copy.deepcopy(self.own, memo), self.replica)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.replica.alone():
+        with self.replica.in_forward():
             return self.replica.returned(self.own(*args, **kwargs))

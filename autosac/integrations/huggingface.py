@@ -306,7 +306,7 @@ class ComputedLoss(StepForward):
         own = self.own or type(module).forward.__get__(module)
         module.__dict__["forward"] = self._returned(own)
         try:
-            with self.replica.alone(), trainer.compute_loss_context_manager():
+            with self.replica.in_forward(), trainer.compute_loss_context_manager():
                 loss = trainer.compute_loss(
                     module, inputs, num_items_in_batch=num_items_in_batch
                 )

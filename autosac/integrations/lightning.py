@@ -226,7 +226,7 @@ class TrainingStep(StepForward):
             module.__dict__["forward"] = self.own
         try:
             context = self.trainer.precision_plugin.train_step_context()
-            with context, self.replica.alone():
+            with context, self.replica.in_forward():
                 return _loss(self.replica.returned(module.training_step(*args)))
         finally:
             module.__dict__["forward"] = stand_in

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from autosac import _compat
+from autosac import _compat, _compat_alone
 from autosac._compat_distributed import (
     clones_outputs,
     first_bucket_bytes,
@@ -30,7 +30,7 @@ from autosac.errors import AutosacError, UnsupportedError
 from autosac.profiles.profile import Profile
 from autosac.step.arguments import check_no_synced_norms
 
-_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of ops
+_NOTHING = contextlib.nullcontext()
 _Plan = TypeVar("_Plan")
 _TABLE_ENTRY_BYTES = 4  # of which parameters were used: int32
 
@@ -70,33 +70,30 @@ class Replica:
         )
 
     def alone(self) -> contextlib.AbstractContextManager[Any]:
-        """Inside, one process plans: what waits for others is refused.
+        """Inside, one process plans, and nothing that it runs reaches the others."""
+        return _NOTHING if self.group is None else _compat_alone.alone()
+
+    def in_forward(self) -> contextlib.AbstractContextManager[Any]:
+        """Around the model's forward: what a rerun would send once more is refused.
 
         Raises:
             UnsupportedError: It talks to other processes.
         """
-        if self.group is None:
-            return contextlib.nullcontext()
-        return _Alone()
+        return _NOTHING if self.group is None else _Silent()
 
     def returned(self, output: Any) -> Any:
         """What DDP returns in place of a model's output."""
         return tree_map(_copied, output) if self.clones_outputs else output
 
 
-class _Alone(_compat.PlainDispatchMode):
-    """Refuses ops that wait for other processes, where these wait for this one."""
+class _Silent(_compat.PlainDispatchMode):
+    """Refuses ops that wait for other processes."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func.namespace in _COLLECTIVES:
-            raise UnsupportedError(
-                f"`{_compat.op_name(func)}` in the model's step waits for the other"
-                " processes, and these wait for the one that plans. Plan in each of"
-                " them by `autosac.plan` before DDP wraps the model, or leave the"
-                " collective out."
-            )
+        if func.namespace in _compat_alone.COLLECTIVES:
+            raise _compat_alone.waits(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from autosac import _compat_autograd, _compat_fakes, _compat_plain
+from autosac import _compat_alone, _compat_autograd, _compat_fakes, _compat_plain
 from autosac._compat_distributed import unwrapped
 from autosac.errors import ArgumentError, AutosacError, TraceError
 from autosac.fake_tensors.values import keeps_values
@@ -134,7 +134,7 @@ def copied(
         if isinstance(optimizer, torch.optim.Optimizer):
             _copy_attributes(step.optimizer, optimizer, memo)
     if optimizer is not None and not isinstance(optimizer, _OPTIMIZERS):
-        with _compat_plain.fakes_of(mode):
+        with _compat_plain.fakes_of(mode), _compat_alone.without_others():
             optimizer = _built(optimizer, model)
     cast_arguments(model, step.compute_dtype)
     with copies:
