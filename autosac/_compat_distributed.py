@@ -87,7 +87,10 @@ def sharded_types(model: torch.nn.Module) -> dict[tuple[int, str], torch.dtype]:
 
 
 def clones_outputs(replica: DistributedDataParallel) -> bool:
-    """Whether ``forward`` returns copies of what the model returns (`_DDPSink`)."""
+    """Whether ``forward`` returns copies of what the model returns (`_DDPSink`).
+
+    For a static graph it does so in its first step only.
+    """
     looks = replica.find_unused_parameters or replica.static_graph
     return bool(looks and getattr(replica, "_ddp_sink_clone", True))
 

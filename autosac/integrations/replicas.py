@@ -3,8 +3,9 @@
 What `DistributedDataParallel` (DDP) takes besides the step of one process, in torch
 2.10 to 2.15 (torch/nn/parallel/distributed.py and the reducer of
 torch/csrc/distributed/c10d): buckets as large as the gradients of all trained
-parameters, all the time; with `find_unused_parameters` two tables with 4 bytes for each
-of these parameters, and copies of all outputs of the model that need gradients.
+parameters, all the time; with `find_unused_parameters` or `static_graph` two tables
+with 4 bytes for each of these parameters, and copies of all outputs of the model that
+need gradients (for a static graph in its first step).
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def replica_of(model: torch.nn.Module) -> Replica:
         if parameter.requires_grad and name not in model.parameters_to_ignore
     ]
     blocks = _buckets([p.nbytes for p in trained], model.bucket_bytes_cap)
-    if model.find_unused_parameters:
+    if model.find_unused_parameters or model.static_graph:
         blocks += [_TABLE_ENTRY_BYTES * len(trained)] * 2
     return Replica(
         module=model.module,
