@@ -105,6 +105,23 @@ def has_hook(replica: DistributedDataParallel) -> bool:
     return bool(replica._comm_hooks)
 
 
+class _Hooks(list[Any]):
+    """The hooks of a replica; calls a function when one is added."""
+
+    def __init__(self, hooks: Iterable[Any], added: Callable[[], object]) -> None:
+        super().__init__(hooks)
+        self.added = added
+
+    def append(self, hook: Any) -> None:
+        super().append(hook)
+        self.added()
+
+
+def watch_hooks(replica: DistributedDataParallel, added: Callable[[], object]) -> None:
+    """Call a function, of a module, whenever `has_hook` becomes true."""
+    replica._comm_hooks = _Hooks(replica._comm_hooks, added)
+
+
 def is_loss_parallel() -> bool:
     """Whether PyTorch's `loss_parallel` is active, for all threads."""
     from torch.distributed.tensor import DTensor  # slow to import

@@ -26,10 +26,11 @@ from autosac._compat_distributed import (
     clones_outputs,
     first_bucket_bytes,
     has_hook,
+    watch_hooks,
 )
 from autosac.errors import AutosacError, UnsupportedError
 from autosac.profiles.profile import Profile
-from autosac.step.arguments import check_no_synced_norms
+from autosac.step.arguments import check_no_synced_norms, warn
 
 _NOTHING = contextlib.nullcontext()
 _Plan = TypeVar("_Plan")
@@ -132,6 +133,7 @@ def replica_of(model: torch.nn.Module) -> Replica:
     for sentence, applies in _refused(model).items():
         if applies:
             raise UnsupportedError(f"A plan for several processes: {sentence}.")
+    watch_hooks(model, _warn_of_hook)
     trained = [
         parameter
         for name, parameter in model.module.named_parameters()
@@ -145,6 +147,14 @@ def replica_of(model: torch.nn.Module) -> Replica:
         group=model.process_group,
         blocks=tuple(blocks),
         clones_outputs=clones_outputs(model),
+    )
+
+
+def _warn_of_hook() -> None:
+    warn(
+        "A communication hook comes to DDP after the step was planned: the copies of"
+        " gradients and whatever else it makes or keeps are in no plan, and the peak"
+        " may be above the budget by them. Leave the hook out."
     )
 
 
