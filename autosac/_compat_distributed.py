@@ -122,6 +122,33 @@ def watch_hooks(replica: DistributedDataParallel, added: Callable[[], object]) -
     replica._comm_hooks = _Hooks(replica._comm_hooks, added)
 
 
+def shards(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """What each rank keeps and steps of an optimizer whose state is divided by ZeRO.
+
+    As `ZeroRedundancyOptimizer` makes its own (`_init_local_optimizer` in
+    torch/distributed/optim/zero_redundancy_optimizer.py). Ranks then broadcast what
+    they have stepped, in place.
+
+    Args:
+        optimizer: Any.
+
+    Returns:
+        An optimizer for each rank, without state; empty for others, and for one that
+        steps in hooks of communication.
+    """
+    of_torch = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if of_torch is None or not isinstance(optimizer, of_torch.ZeroRedundancyOptimizer):
+        return []
+    if optimizer._overlap_with_ddp:
+        return []
+    return [
+        optimizer._optim_constructor(
+            [dict(group) for group in groups], **optimizer._optim_defaults
+        )
+        for groups in optimizer._partition_parameters()
+    ]
+
+
 def is_loss_parallel() -> bool:
     """Whether PyTorch's `loss_parallel` is active, for all threads."""
     from torch.distributed.tensor import DTensor  # slow to import
