@@ -64,6 +64,16 @@ def is_fsdp_unit(module: torch.nn.Module) -> bool:
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
+def _sharded(model: torch.nn.Module) -> Iterator[Any]:
+    """What FSDP2 knows of each parameter that it shards."""
+    for module in filter(is_fsdp_unit, model.modules()):
+        unit: Any = module
+        state = unit._get_fsdp_state()
+        one = getattr(state, "_fsdp_param_group", None)  # before torch 2.14
+        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
+            yield from group.fsdp_params
+
+
 def sharded_types(model: torch.nn.Module) -> dict[tuple[int, str], torch.dtype]:
     """Types of the parameters that FSDP2 shards, which it may gather in another one.
 
@@ -71,19 +81,26 @@ def sharded_types(model: torch.nn.Module) -> dict[tuple[int, str], torch.dtype]:
         Module that has the parameter, by its ``id``, and name in it -> type of shards.
     """
     types: dict[tuple[int, str], torch.dtype] = {}
-    for module in filter(is_fsdp_unit, model.modules()):
-        unit: Any = module
-        state = unit._get_fsdp_state()
-        one = getattr(state, "_fsdp_param_group", None)  # before torch 2.14
-        for group in getattr(state, "_fsdp_param_groups", [one] if one else []):
-            for parameter in group.fsdp_params:
-                at = parameter._module_info
-                modules = [at.module, *at.shared_modules]
-                names = [at.param_name, *at.shared_param_names]
-                dtype = parameter.sharded_param.dtype
-                for owner, name in zip(modules, names, strict=True):
-                    types[id(owner), name] = dtype
+    for parameter in _sharded(model):
+        at = parameter._module_info
+        modules = [at.module, *at.shared_modules]
+        names = [at.param_name, *at.shared_param_names]
+        dtype = parameter.sharded_param.dtype
+        for owner, name in zip(modules, names, strict=True):
+            types[id(owner), name] = dtype
     return types
+
+
+def kept_parameters(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """Parameters as a rank keeps them, with their gradients, each once.
+
+    Those that FSDP2 has gathered at the moment count as shards.
+    """
+    sharded = list(_sharded(model))
+    gathered = {id(getattr(one, "_unsharded_param", None)) for one in sharded}
+    whole = (p for p in model.parameters() if id(p) not in gathered)
+    shards = (one.sharded_param for one in sharded)
+    return list({id(p): p for p in (*whole, *shards)}.values())
 
 
 def clones_outputs(replica: DistributedDataParallel) -> bool:

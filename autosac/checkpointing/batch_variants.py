@@ -237,7 +237,7 @@ class BatchForward(StandIn):
     ) -> None:
         super().__init__(model)
         self.variants = variants
-        self.frozen = [(name, model.get_parameter(name)) for name in frozen]
+        self.frozen = [(name, *_place(model, name)) for name in frozen]
         self.habits = TrainingHabits(
             model,
             variants.plans[0],
@@ -245,7 +245,7 @@ class BatchForward(StandIn):
             trains_all=not self.frozen,
             is_wrapped=self.own_forward is not None,
         )
-        self.signature = variants.plans[0].signatures[0]
+        self.signature = next(iter(variants.plans[0].signatures), None)
         self.is_alike = False  # batch of this step and of the one before
         self.states: OptimizerStates | None = None
         self.memory: ReachedMemory | HeldMemory | None = None
@@ -302,7 +302,8 @@ class BatchForward(StandIn):
         None if it is for smaller batches, or if the model itself has changed.
         """
         plan = self.variants.plans[self.variants.current]
-        is_covered = any(one.covers(self.signature) for one in plan.signatures)
+        now = self.signature
+        is_covered = now is not None and any(s.covers(now) for s in plan.signatures)
         return None if self.places.outline.has_warned or not is_covered else plan
 
     @property
@@ -337,8 +338,9 @@ class BatchForward(StandIn):
                 self.memory.begin(args, kwargs)
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
-        if self.frozen and any(one.requires_grad for _, one in self.frozen):
-            thawed = tuple(name for name, one in self.frozen if one.requires_grad)
+        if self.frozen:
+            now = ((name, owner.get(own)) for name, owner, own in self.frozen)
+            thawed = tuple(n for n, p in now if p is not None and p.requires_grad)
             signature = replace(signature, thawed=thawed)
         is_alike, self.signature = signature == self.signature, signature
         numbers = variants.by_signature.get(signature)
@@ -375,8 +377,9 @@ class BatchForward(StandIn):
         with self._put_off() as model:
             answer = variants.unseen(model, signature, (args, kwargs), variants)
             if isinstance(answer, int):
-                (planned_signature, *_) = variants.plans[answer].signatures
-                return variants.by_signature.get(planned_signature, (answer,))
+                planned = variants.plans[answer].signatures
+                known = variants.by_signature
+                return known.get(planned[0], (answer,)) if planned else (answer,)
             first = len(variants.plans)
             variants.plans.extend(answer)
             for plan in answer:
@@ -434,6 +437,14 @@ class BatchForward(StandIn):
             yield self.module
         finally:
             self._put_on()
+
+
+def _place(
+    model: torch.nn.Module, name: str
+) -> tuple[dict[str, torch.nn.Parameter | None], str]:
+    """Where a model keeps a parameter, in whose place others come, as of FSDP2."""
+    fqn, _, own = name.rpartition(".")
+    return model.get_submodule(fqn)._parameters, own
 
 
 def install_plans(

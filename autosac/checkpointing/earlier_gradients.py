@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from autosac._compat_distributed import kept_parameters, local
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 
@@ -26,9 +27,12 @@ class EarlierGradients:
         if not self._looks_left:
             return
         self._looks_left -= 1
-        parameters = [p for p in model.parameters() if p.is_leaf]  # not swapped ones
-        num_bytes = sum(p.grad.nbytes for p in parameters if p.grad is not None)
-        if num_bytes <= _LITTLE * sum(p.nbytes for p in parameters):
+        parameters = [
+            p for p in kept_parameters(model) if p.is_leaf
+        ]  # not swapped ones
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        num_bytes = sum(local(one).nbytes for one in gradients)
+        if num_bytes <= _LITTLE * sum(local(p).nbytes for p in parameters):
             return
         self._looks_left = 0
         warn(

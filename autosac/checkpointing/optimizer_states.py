@@ -66,7 +66,7 @@ class OptimizerStates(AfterSteps[Counts]):
             [*others, *kept], device=device
         ) - storage_bytes(others, device=device)
         kept_bytes, planned_bytes = sum(self._states.values()), forward.state_bytes
-        little_bytes = _LITTLE * sum(p.nbytes for p in parameters.values())
+        little_bytes = _LITTLE * storage_bytes(parameters.values())
         self.is_done = self._looks[id(optimizer)] == _MOST_LOOKS
         if kept_bytes - planned_bytes > little_bytes:
             self.is_done = True

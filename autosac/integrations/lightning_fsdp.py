@@ -14,6 +14,7 @@ so that this is what FSDP2 takes for its forward.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import register_fsdp_forward_method
 
+from autosac.checkpointing.batch_variants import steps_by_hand
 from autosac.integrations.budgets import Loop, refuse
 from autosac.integrations.lightning import (
     TrainingStep,
@@ -102,8 +104,18 @@ def plan_and_shard(
         degrees=degrees,
         fsdp_units=fsdp_units,
     )
+    begin, own_step = steps_by_hand(module), module.training_step
     for name in _STEPS:
         register_fsdp_forward_method(module, name)
+    sharded_step = module.training_step
+
+    @functools.wraps(own_step)  # by which the trainer knows what to pass
+    def training_step(*args: Any, **kwargs: Any) -> Any:
+        begin(*args, **kwargs)
+        return sharded_step(*args, **kwargs)
+
+    own: Any = module
+    own.training_step = training_step
     _PLANS[module] = plan
     if trainer.is_global_zero:
         report(plan.report())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,6 +66,9 @@ def plan_loop(
                 ) from None
 
     plan = planned_once(make, -dist.get_rank(), dist.group.WORLD)
+    # The loop is planned as the model's forward, of which these say nothing.
+    facts = replace(plan.facts, autocast=None, headroom_bytes=None)
+    plan = replace(plan, signatures=(), facts=facts)
     gc.collect()  # copies of the model refer to themselves by their `forward`
     plan.apply(model, plan.make_mesh(device_type))
     return plan

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +13,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from autosac._compat_distributed import sharding_mesh
-from autosac.checkpointing import installing
-from autosac.checkpointing.running_step import Step
 from autosac.errors import ArgumentError
-from autosac.parallel import fsdp_applying
+from autosac.parallel import followed_plans, fsdp_applying
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.mesh_racing import Division, division_of
 from autosac.parallel.sequence_parts import Inputs, part_of
 from autosac.parallel.sharding import Sharding
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.plan_kinds import check_consistent, loaded, plan_record
+from autosac.planning.plan_data import PlanData
 from autosac.planning.plans import LARGE_GAP
 from autosac.profiles.fingerprints import Fingerprint, check_model
 from autosac.profiles.mistakes import check_unplanned
+from autosac.profiles.step_facts import StepFacts
 from autosac.quantities import format_bytes, format_ms, share_above
 from autosac.step import arguments
+from autosac.step.batch_signatures import BatchSignature
 from autosac.step.training_step import normalize_inputs
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
 from autosac.units.policies import OpPolicy
@@ -126,6 +127,8 @@ class ParallelPlan(Summarized):
             temporary one.
         reserved_bytes: What PyTorch's allocator reserves if nothing stops it, about;
             None on the CPU and where it is not known.
+        signatures: Of the batch of a rank that it is for; none in older files,
+        facts: and what else is known of its step.
     """
 
     sharding: Sharding
@@ -155,6 +158,8 @@ class ParallelPlan(Summarized):
     offload_dir: str | None = None
     reserved_bytes: int | None = None
     contention_ms: float = 0.0
+    signatures: tuple[BatchSignature, ...] = ()
+    facts: StepFacts = field(default_factory=StepFacts)
 
     @property
     def mesh_shape(self) -> tuple[int, ...]:
@@ -268,11 +273,31 @@ class ParallelPlan(Summarized):
             mesh = sharding_mesh(mesh, "shard", "cp")
         elif self.tensor.degree > 1:
             mesh = mesh[self.sharding.mesh_dim_names]
-        step = Step(offload_dir=self.offload_dir)
-        installing.install(model, self.op_policies, step)
+        followed_plans.follow(model, self._data())
         fsdp_applying.shard(model, self.sharding, mesh)
         fsdp_applying.keep_as_planned(model)
         return model
+
+    def _data(self) -> PlanData:
+        """What a rank follows."""
+        return followed_plans.plan_data(
+            op_policies=self.op_policies,
+            policy=self.policy,
+            budget_bytes=self.budget_bytes,
+            peak_bytes=self.peak_bytes,
+            composition=self.composition,
+            model=self.model,
+            signatures=self.signatures,
+            facts=self.facts,
+            recompute_ms=self.recompute_ms,
+            step_ms=self.step_ms,
+            device=self.device,
+            calibrated=self.calibrated,
+            torch_version=self.torch_version,
+            reserved_bytes=self.reserved_bytes,
+            offloaded_bytes=self.offloaded_bytes,
+            offload_dir=self.offload_dir,
+        )
 
     def part_of(self, inputs: Any, mesh: DeviceMesh) -> Inputs:
         """What this rank is given of a batch: its part, with positions and labels.

@@ -12,6 +12,7 @@ import torch
 from autosac.errors import ArgumentError, InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.fewest import fewest_gpus
+from autosac.parallel.followed_plans import rank_facts, rank_signature
 from autosac.parallel.plans import Alternative, ParallelPlan, sharded_over
 from autosac.parallel.solving import Degree, ParallelChooser, Search, SimulatedChoice
 from autosac.planning.choices import policy_ratios
@@ -274,6 +275,7 @@ def _as_plan(race: _Race, best: SimulatedChoice) -> ParallelPlan:
     form, spec = race.chooser.form, race.spec
     profile = form.profile
     recompute_ms = sum(curves.recompute_ms(*item) for item in best.chosen.items())
+    timeline = form.ranks.timeline(best.sharding, best.chosen)
     return ParallelPlan(
         sharding=best.sharding,
         policy=policy_ratios(profile, best.chosen),
@@ -282,7 +284,7 @@ def _as_plan(race: _Race, best: SimulatedChoice) -> ParallelPlan:
         peak_bytes=best.peak_bytes,
         late_bytes=best.late_bytes,
         reserved_bytes=form.ranks.reserved_bytes(best.sharding, best.chosen),
-        composition=form.ranks.timeline(best.sharding, best.chosen).composition,
+        composition=timeline.composition,
         compute_ms=best.step.compute_ms - recompute_ms,
         recompute_ms=recompute_ms,
         exposed_forward_ms=best.step.exposed_forward_ms,
@@ -298,4 +300,6 @@ def _as_plan(race: _Race, best: SimulatedChoice) -> ParallelPlan:
         torch_version=torch.__version__,
         offloaded_bytes=far_bytes(best.chosen),
         exposed_copies_ms=sum(u.waits_ms(p) for u, p in best.chosen.items()),
+        signatures=(rank_signature(profile),),
+        facts=rank_facts(profile, timeline),
     )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from autosac.profiles.traced_step import TracedStep
-from autosac.units.policies import Policy
-from autosac.units.unit import Unit
+from autosac.step.ledger import Timeline
 
 
 def headroom_bytes(
-    profile: TracedStep, chosen: Mapping[Unit, Policy]
+    profile: TracedStep, timeline: Timeline, places: int = 1
 ) -> dict[str, int] | None:
     """Bytes that may be taken at some places of a step for the planned peak to hold.
+
+    Args:
+        profile: The step.
+        timeline: Its memory under a plan,
+        places: so many keys of which are one of its simulator's.
 
     Returns:
         *kept*: of an output that a loop keeps until the next one is there: besides what
@@ -30,12 +32,12 @@ def headroom_bytes(
     if tape.loss is None or first is None or profile.has_collectives:
         return None
     if profile.redrawn or any(op.decides for op in tape.ops):
-        return {"kept": profile.simulator.timeline(chosen).peak_bytes}
+        return {"kept": timeline.peak_bytes}
     in_backward = [op.start for op in tape.ops if op.phase == "backward"]
     begin = max((start for start in in_backward if start < first), default=first)
-    timeline = profile.simulator.timeline(chosen)
     loss, end = tape.phases["loss"], tape.phases.get("optimizer", tape.num_ticks)
-    keys = np.array([0, loss, loss + 1, begin, first + 1, end]) * profile.simulator.span
+    ticks = np.array([0, loss, loss + 1, begin, first + 1, end])
+    keys = ticks * (profile.simulator.span * places)
     room = (timeline.peak_bytes - timeline.most_from(keys)).tolist()
     forward, before, of_loss, of_model, _, optimizer = room
     return {

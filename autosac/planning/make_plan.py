@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from autosac.profiles.given import refuse_plan
 from autosac.profiles.mistakes import warn_of_other_formulas
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import restricted
+from autosac.profiles.step_facts import step_facts
 from autosac.profiles.traced_step import TracedStep
 from autosac.quantities import format_bytes, read_host_budget
 from autosac.solvers import sac
@@ -202,6 +203,7 @@ def _as_plan(
     bound_ms: float,
 ) -> Plan:
     times = times_of(profile, chosen, bound_ms)
+    room = headroom_bytes(profile, profile.simulator.timeline(chosen))
     return Plan(
         policy=policy_ratios(profile, chosen),
         op_policies=policies,
@@ -224,16 +226,7 @@ def _as_plan(
         traced=profile.traced(),
         offloaded_bytes=far_bytes(chosen),
         far_state_bytes=profile.far_state_bytes,
-        autocast=profile.autocast,
-        forward_bytes=profile.forward_bytes,
-        headroom_bytes=headroom_bytes(profile, chosen),
-        keeps_graph=any(one.used_again for one in profile.tape.saved),
-        trains_inputs=profile.trains_inputs,
-        backends=profile.backends,
-        calls_again=sum(call.module == 0 for call in profile.tape.calls) > 1,
-        finds_gradients=any(
-            s.born == 0 and s.category == "gradient" for s in profile.tape.storages
-        ),
+        **asdict(step_facts(profile, room)),
         exposed_ms=sum(unit.waits_ms(policy) for unit, policy in chosen.items()),
     )
 

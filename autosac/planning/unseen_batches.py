@@ -49,11 +49,13 @@ class UnseenBatches:
         budget_bytes: The plan's budget.
         replan: Plans for a batch, and where more is trained; None if nothing is left of
             what that takes.
+        may_add: The model may follow other policies than it was planned with.
     """
 
     on_mismatch: OnMismatch
     budget_bytes: int
     replan: Replan | None
+    may_add: bool = True
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnseenBatches:
         return self
@@ -74,10 +76,12 @@ class UnseenBatches:
             PlanMismatchError: It is to be raised.
         """
         plans: list[Any] = variants.plans
+        if not any(plan.signatures for plan in plans):
+            return 0  # of an old file
         if self.on_mismatch == "raise":
             raise PlanMismatchError(
                 f"A batch with {signature} was not planned for, only"
-                f" {_planned(plans)}. {_fix(signature)}, or with"
+                f" {_planned(plans)}. {self._fix(signature)}, or with"
                 " `on_mismatch`='recompute' or 'replan'."
             )
         covering = [
@@ -97,7 +101,8 @@ class UnseenBatches:
             return [plan]
         if covering:
             return min(covering)[1]
-        return self._recomputed(model is not None, signature, variants)
+        can_add = self.may_add and model is not None
+        return self._recomputed(can_add, signature, variants)
 
     def _recomputed(
         self, can_add: bool, signature: BatchSignature, variants: Variants
@@ -175,8 +180,13 @@ class UnseenBatches:
             )
         warn(
             f"A batch with {signature} is {which} that were planned for"
-            f" ({_planned(plans)}). {what}; its peak {peak}. {_fix(signature)}."
+            f" ({_planned(plans)}). {what}; its peak {peak}. {self._fix(signature)}."
         )
+
+    def _fix(self, signature: BatchSignature) -> str:
+        if signature.thawed:
+            return "Plan again while these are trained"
+        return f"Plan with it {'among' if self.may_add else 'for'} `inputs`"
 
 
 def largest(plans: Sequence[_Plan]) -> tuple[_Plan, ...]:
@@ -215,12 +225,6 @@ def _planned(plans: Sequence[PlanData]) -> str:
     texts = list(dict.fromkeys(str(p.signatures[0]) for p in plans if p.num_batches))
     rest = f" and {len(texts) - 3} more" if len(texts) > 3 else ""
     return "; ".join(texts[:3]) + rest
-
-
-def _fix(signature: BatchSignature) -> str:
-    if signature.thawed:
-        return "Plan again while these are trained"
-    return "Plan with it among `inputs`"
 
 
 def _growth(planned: BatchSignature, signature: BatchSignature) -> float:

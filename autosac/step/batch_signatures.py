@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,14 @@ class BatchSignature:
         """All sizes, in the order of places."""
         return tuple(size for _, _, shape in self.leaves for size in shape)
 
+    def cast(self, dtype: torch.dtype) -> BatchSignature:
+        """That of the same batch with its floating-point tensors in another type."""
+        leaves = (
+            (place, str(dtype) if _is_floating(kind) else kind, shape)
+            for place, kind, shape in self.leaves
+        )
+        return replace(self, leaves=tuple(leaves))
+
     def is_like(self, other: BatchSignature) -> bool:
         """Whether a batch differs in nothing but sizes."""
         return self.form == other.form and self.thawed == other.thawed
@@ -75,6 +83,11 @@ class BatchSignature:
 def _is(kind: str) -> bool:
     """Whether a leaf of this type is a tensor."""
     return kind.startswith("torch.")
+
+
+def _is_floating(kind: str) -> bool:
+    dtype = getattr(torch, kind.removeprefix("torch.")) if _is(kind) else None
+    return dtype is not None and bool(dtype.is_floating_point)
 
 
 def _type(kind: str) -> str:

@@ -1,0 +1,102 @@
+"""Plans of ranks in force: units, and what looks at how the model is trained.
+
+A rank follows one plan whatever its batch, so that ranks go on running the same
+collectives; what its training does otherwise is said as under `autosac.Plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from autosac.checkpointing.batch_variants import install_plans
+from autosac.parallel.fsdp_hooks import PLACES
+from autosac.parallel.fsdp_memory import RankTimeline
+from autosac.planning.headroom import headroom_bytes
+from autosac.planning.plan_data import PlanData
+from autosac.planning.unseen_batches import UnseenBatches
+from autosac.profiles.fingerprints import Fingerprint, frozen_names
+from autosac.profiles.profile import Profile
+from autosac.profiles.step_facts import StepFacts, step_facts
+from autosac.step.batch_signatures import BatchSignature
+from autosac.step.tape import CATEGORIES
+from autosac.units.policies import OpPolicy
+
+
+def rank_signature(profile: Profile) -> BatchSignature:
+    """The signature of what a rank's model is called with, once FSDP2 has cast it."""
+    dtype = profile.step.compute_dtype
+    return profile.signature if dtype is None else profile.signature.cast(dtype)
+
+
+def rank_facts(profile: Profile, timeline: RankTimeline) -> StepFacts:
+    """What is known of a rank's step.
+
+    Args:
+        profile: The step, as it is without FSDP2.
+        timeline: Its memory under a plan, with what that makes.
+    """
+    facts = step_facts(profile, headroom_bytes(profile, timeline, PLACES))
+    step = profile.step
+    finds_gradients = step.adds_gradients or step.gradients_in_forward
+    # FSDP2's hooks run ops in forward as well.
+    return replace(facts, finds_gradients=finds_gradients, forward_bytes=None)
+
+
+def plan_data(
+    *,
+    op_policies: tuple[OpPolicy, ...],
+    policy: dict[str, float],
+    budget_bytes: int,
+    peak_bytes: int,
+    composition: Mapping[str, int],
+    model: Fingerprint,
+    signatures: tuple[BatchSignature, ...],
+    facts: StepFacts,
+    **others: Any,
+) -> PlanData:
+    """What a rank follows, as a plan of one process.
+
+    Args:
+        op_policies: What its units do,
+        policy: and the share that they recompute.
+        budget_bytes: Cap on its peak.
+        peak_bytes: Its peak,
+        composition: and bytes by category at that. What FSDP2 holds there does not
+            grow with the batch.
+        model: What the plan is for,
+        signatures: its batch; none if that is not known,
+        facts: and what is known of its step.
+        others: Further attributes.
+    """
+    lasting = {name: composition.get(name, 0) for name in CATEGORIES}
+    lasting["parameter"] += sum(composition.values()) - sum(lasting.values())
+    return PlanData(
+        policy=policy,
+        op_policies=op_policies,
+        budget_bytes=budget_bytes,
+        peak_bytes=peak_bytes,
+        baseline_peak_bytes=peak_bytes,  # not known, and not asked for
+        composition=lasting,
+        model=model,
+        signatures=signatures,
+        bound_ms=0.0,
+        measured_fraction=0.0,
+        dry_run=False,
+        **asdict(facts),
+        **others,
+    )
+
+
+def follow(model: torch.nn.Module, plan: PlanData) -> None:
+    """Let a rank's model follow its plan, before it is sharded.
+
+    Args:
+        model: Its tensors and sequences divided already.
+        plan: As `plan_data` makes it.
+    """
+    unseen = UnseenBatches("recompute", plan.budget_bytes, None, may_add=False)
+    install_plans(model, [plan], unseen, frozen_names(plan.model))
