@@ -25,14 +25,13 @@ from autosac.checkpointing.optimizer_states import OptimizerStates
 from autosac.checkpointing.reached_memory import ReachedMemory
 from autosac.checkpointing.running_step import Step
 from autosac.checkpointing.stand_ins import Places, StandIn, is_in, warn_of_call
-from autosac.checkpointing.training_habits import Facts, TrainingHabits
+from autosac.checkpointing.training_habits import Planned, TrainingHabits
 from autosac.step.arguments import warn
 from autosac.step.batch_signatures import (
     BatchSignature,
     positional_names,
     signature_of,
 )
-from autosac.units.policies import OpPolicy
 
 _StandIns = dict[torch.nn.Module, StandIn]
 
@@ -40,39 +39,6 @@ _WORTH_COLLECTING = 16 * 2**20  # bytes of parameters; looking for them takes 0.
 _WORTH_LOOKING = 4 * 2**20  # bytes of a budget on the CPU; each look takes 0.03 s
 
 _in_force: weakref.WeakSet[BatchForward] = weakref.WeakSet()  # also of dropped models
-
-
-class Planned(Facts, Protocol):
-    """A plan for batches of some signatures.
-
-    Attributes:
-        op_policies: What its units do.
-        signatures: Of the batches that it is for.
-        opening: Names of the first ops of forward, up to the one that tells it from
-            the other plans for such batches, or '' where one of their units begins;
-            empty if nothing tells.
-        offload_dir: Directory of the CPU's far memory.
-        far_state_bytes: Bytes of the optimizer's state that lie in far memory.
-        budget_bytes: The cap on its peak.
-        composition: What its peak is made of, in bytes, the optimizer's state by
-            itself.
-    """
-
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def far_state_bytes(self) -> int: ...
-    @property
-    def composition(self) -> dict[str, int]: ...
-
-    @property
-    def offload_dir(self) -> str | None: ...
-    @property
-    def op_policies(self) -> tuple[OpPolicy, ...]: ...
-    @property
-    def signatures(self) -> tuple[BatchSignature, ...]: ...
-    @property
-    def opening(self) -> tuple[str, ...]: ...
 
 
 class Unseen(Protocol):
@@ -230,10 +196,15 @@ class BatchForward(StandIn):
         model: The model, without a plan.
         variants: Its plans.
         frozen: Names of the parameters that these do not train.
+        num_calls: How often a step calls the model.
     """
 
     def __init__(
-        self, model: torch.nn.Module, variants: Variants, frozen: Sequence[str]
+        self,
+        model: torch.nn.Module,
+        variants: Variants,
+        frozen: Sequence[str],
+        num_calls: int,
     ) -> None:
         super().__init__(model)
         self.variants = variants
@@ -244,6 +215,7 @@ class BatchForward(StandIn):
             finds_gradients=any(plan.finds_gradients for plan in variants.plans),
             trains_all=not self.frozen,
             is_wrapped=self.own_forward is not None,
+            num_calls=num_calls,
         )
         self.signature = next(iter(variants.plans[0].signatures), None)
         self.is_alike = False  # batch of this step and of the one before
@@ -315,10 +287,11 @@ class BatchForward(StandIn):
         return plan.budget_bytes
 
     @property
-    def state_bytes(self) -> int:
-        """What its plans count of an optimizer's state."""
-        plans = self.variants.plans
-        return max(plan.composition.get("optimizer", 0) for plan in plans)
+    def state_bytes(self) -> int | None:
+        """What its plans count of an optimizer's state; None if one does not say."""
+        each = [plan.composition.get("optimizer") for plan in self.variants.plans]
+        known = [nbytes for nbytes in each if nbytes is not None]
+        return max(known) if len(known) == len(each) else None
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A step begins: follow the plan for its batch.
@@ -452,6 +425,7 @@ def install_plans(
     plans: Sequence[Planned],
     unseen: Unseen,
     frozen: Sequence[str] = (),
+    num_calls: int = 1,
 ) -> None:
     """Let every step of a model follow the plan for its batch.
 
@@ -460,10 +434,11 @@ def install_plans(
         plans: The plans; the first one is followed where no batch tells.
         unseen: As in `Unseen`.
         frozen: Names of the parameters that the plans do not train.
+        num_calls: How often a step calls the model, as each of its micro-batches does.
     """
     _collect_dropped()
     variants = Variants(plans, positional_names(model), unseen)
-    forward = BatchForward(model, variants, frozen)
+    forward = BatchForward(model, variants, frozen, num_calls)
     _in_force.add(forward)
     if not any(plan.far_state_bytes for plan in plans):
         forward.states = OptimizerStates(forward)

@@ -17,14 +17,19 @@ class EarlierGradients:
 
     Args:
         planned: They are there in the planned step, too.
+        num_calls: How often a step calls the model.
     """
 
-    def __init__(self, *, planned: bool) -> None:
+    def __init__(self, *, planned: bool, num_calls: int) -> None:
         self._looks_left = 0 if planned else _MOST_LOOKS
+        self._num_calls = num_calls
+        self._calls = 0
 
     def look(self, model: torch.nn.Module) -> None:
-        """A step begins."""
-        if not self._looks_left:
+        """The model is called."""
+        is_first = self._calls % self._num_calls == 0
+        self._calls += 1
+        if not self._looks_left or not is_first:
             return
         self._looks_left -= 1
         parameters = [

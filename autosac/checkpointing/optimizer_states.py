@@ -24,13 +24,13 @@ class Counts(Protocol):
 
     Attributes:
         module: The model.
-        state_bytes: What its plan counts of an optimizer's state.
+        state_bytes: What its plan counts of an optimizer's state; None if it does not.
     """
 
     module: torch.nn.Module
 
     @property
-    def state_bytes(self) -> int: ...
+    def state_bytes(self) -> int | None: ...
 
 
 class OptimizerStates(AfterSteps[Counts]):
@@ -53,6 +53,10 @@ class OptimizerStates(AfterSteps[Counts]):
         is_idle = self.is_done or torch.compiler.is_compiling()
         if is_idle or forward is None or not is_in(forward):
             return
+        planned_bytes = forward.state_bytes
+        if planned_bytes is None:
+            self.is_done = True
+            return
         parameters = {id(p): p for p in forward.module.parameters()}
         states = [s for p, s in optimizer.state.items() if id(p) in parameters]
         if not states:
@@ -65,7 +69,7 @@ class OptimizerStates(AfterSteps[Counts]):
         self._states[optimizer] = storage_bytes(
             [*others, *kept], device=device
         ) - storage_bytes(others, device=device)
-        kept_bytes, planned_bytes = sum(self._states.values()), forward.state_bytes
+        kept_bytes = sum(self._states.values())
         little_bytes = _LITTLE * storage_bytes(parameters.values())
         self.is_done = self._looks[id(optimizer)] == _MOST_LOOKS
         if kept_bytes - planned_bytes > little_bytes:

@@ -20,6 +20,8 @@ from autosac.checkpointing.planned_autocast import PlannedAutocast
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
+from autosac.step.batch_signatures import BatchSignature
+from autosac.units.policies import OpPolicy
 
 _NOTHING = contextlib.nullcontext()
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -73,6 +75,39 @@ class Facts(Protocol):
     def op_policies(self) -> tuple[Any, ...]: ...
 
 
+class Planned(Facts, Protocol):
+    """A plan for batches of some signatures.
+
+    Attributes:
+        op_policies: What its units do.
+        signatures: Of the batches that it is for.
+        opening: Names of the first ops of forward, up to the one that tells it from
+            the other plans for such batches, or '' where one of their units begins;
+            empty if nothing tells.
+        offload_dir: Directory of the CPU's far memory.
+        far_state_bytes: Bytes of the optimizer's state that lie in far memory.
+        budget_bytes: The cap on its peak.
+        composition: What its peak is made of, in bytes, the optimizer's state by
+            itself.
+    """
+
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def far_state_bytes(self) -> int: ...
+    @property
+    def composition(self) -> dict[str, int]: ...
+
+    @property
+    def offload_dir(self) -> str | None: ...
+    @property
+    def op_policies(self) -> tuple[OpPolicy, ...]: ...
+    @property
+    def signatures(self) -> tuple[BatchSignature, ...]: ...
+    @property
+    def opening(self) -> tuple[str, ...]: ...
+
+
 def _ambient(device_type: str) -> tuple[Any, ...] | None:
     """Autocast and settings of backends, as they are now; None if one has to look."""
     if device_type not in ("cpu", "cuda"):
@@ -94,6 +129,7 @@ class TrainingHabits:
         finds_gradients: Gradients of earlier steps are there in some planned step.
         trains_all: Its plans train all parameters.
         is_wrapped: Its ``forward`` was replaced before the plans were applied.
+        num_calls: How often a step calls the model.
     """
 
     def __init__(
@@ -104,6 +140,7 @@ class TrainingHabits:
         finds_gradients: bool,
         trains_all: bool,
         is_wrapped: bool,
+        num_calls: int,
     ) -> None:
         self._model = model
         self._is_wrapped = is_wrapped
@@ -112,7 +149,7 @@ class TrainingHabits:
         self._trains_inputs = plan.trains_inputs is not False
         self._warns_of_transform = not plan.op_policies  # units do
         self._warns_of_weights = bool(plan.op_policies)
-        self._gradients = EarlierGradients(planned=finds_gradients)
+        self._gradients = EarlierGradients(planned=finds_gradients, num_calls=num_calls)
         self._autocast = PlannedAutocast(plan.autocast)
         self._results = ForwardResults(model)
         self._backends = BackendFlags(plan.backends)

@@ -65,15 +65,16 @@ def plan_data(
         policy: and the share that they recompute.
         budget_bytes: Cap on its peak.
         peak_bytes: Its peak,
-        composition: and bytes by category at that. What FSDP2 holds there does not
-            grow with the batch.
+        composition: and bytes by category at that, as far as they are known. What
+            FSDP2 holds there does not grow with the batch.
         model: What the plan is for,
         signatures: its batch; none if that is not known,
         facts: and what is known of its step.
         others: Further attributes.
     """
-    lasting = {name: composition.get(name, 0) for name in CATEGORIES}
-    lasting["parameter"] += sum(composition.values()) - sum(lasting.values())
+    lasting = {name: composition[name] for name in CATEGORIES if name in composition}
+    of_fsdp = sum(composition.values()) - sum(lasting.values())
+    lasting["parameter"] = lasting.get("parameter", 0) + of_fsdp
     return PlanData(
         policy=policy,
         op_policies=op_policies,
@@ -91,12 +92,16 @@ def plan_data(
     )
 
 
-def follow(model: torch.nn.Module, plan: PlanData) -> None:
+def follow(model: torch.nn.Module, plan: PlanData, num_calls: int = 1) -> None:
     """Let a rank's model follow its plan, before it is sharded.
 
     Args:
-        model: Its tensors and sequences divided already.
+        model: Its tensors and sequences divided already; a stage has a part of what
+            the plan is for.
         plan: As `plan_data` makes it.
+        num_calls: How often a step calls the model.
     """
     unseen = UnseenBatches("recompute", plan.budget_bytes, None, may_add=False)
-    install_plans(model, [plan], unseen, frozen_names(plan.model))
+    own = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    frozen = [name for name in frozen_names(plan.model) if name in own]
+    install_plans(model, [plan], unseen, frozen, num_calls)

@@ -10,16 +10,19 @@ import torch
 from autosac.errors import SolverError
 from autosac.parallel.tp_tracing import draws
 from autosac.pipelines.micro_batches import MicroBatch
-from autosac.pipelines.plans import StagePlan
 from autosac.pipelines.playing import StageTimes
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.stage_choosing import StageChoice
+from autosac.pipelines.stage_plans import StagePlan
 from autosac.pipelines.stage_steps import StageStep
 from autosac.planning.choices import policy_ratios
 from autosac.planning.dry_running import difference_in_dry_run
 from autosac.planning.spelling import spell_out
 from autosac.profiles.fingerprints import fingerprint
+from autosac.profiles.step_facts import StepFacts, step_facts
 from autosac.solving.incumbents import far_bytes
+from autosac.solving.rules_of_thumb import Choice
+from autosac.step.tape import CATEGORIES
 
 
 class PlannedStage(NamedTuple):
@@ -112,6 +115,28 @@ def stage_plan(
         reduce_ms=micro_batch.sharding_ms(tuple(range(first, end)))[1],
         waits_ms=sum(unit.waits_ms(policy) for unit, policy in choice.items()),
         far_bytes=schedule.most_in_flight(stage) * far_bytes(choice),
+        state_bytes=_state_bytes(own.step, choice),
+        facts=_facts(own.step),
         received=micro_batch.received(first),
         sent=micro_batch.received(end),
     )
+
+
+def _facts(step: StageStep) -> StepFacts:
+    """What is known of the step of a micro-batch.
+
+    Others are in flight, as the stage is called again before backward.
+    """
+    facts = replace(step_facts(step.first, None), finds_gradients=False)
+    facts = replace(facts, calls_again=True)
+    if step.sharded is not None:  # whose hooks run ops in forward as well
+        facts = replace(facts, forward_bytes=None)
+    return facts
+
+
+def _state_bytes(step: StageStep, chosen: Choice) -> int:
+    """What a rank keeps of the optimizer's state for a stage."""
+    source = step.first.simulator if step.sharded is None else step.sharded
+    tape, nbytes = step.first.tape, source.ledger(chosen).nbytes
+    is_state = tape.categories == CATEGORIES.index("optimizer")
+    return int(nbytes[: len(is_state)][is_state & (tape.born <= 0)].sum())

@@ -16,8 +16,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autosac import _compat_pipelining
 from autosac._compat_distributed import sharding_mesh
-from autosac.checkpointing import installing
-from autosac.checkpointing.running_step import Step
+from autosac.parallel import followed_plans
 from autosac.parallel.context_parallel import WHOLE_SEQUENCE, ContextParallel
 from autosac.parallel.divided_loss import loss_for
 from autosac.parallel.fsdp_applying import (
@@ -29,61 +28,19 @@ from autosac.parallel.fsdp_applying import (
 from autosac.parallel.mesh_racing import Division, division_of
 from autosac.parallel.sequence_parts import tensor_part
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
-from autosac.pipelines.blocks import Passed, Stage, Tokens
+from autosac.pipelines.blocks import Stage, Tokens
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
+from autosac.pipelines.stage_plans import StagePlan
 from autosac.plan_kinds import check_consistent, loaded, plan_record
 from autosac.profiles.fingerprints import Fingerprint, check_model
 from autosac.profiles.mistakes import check_unplanned
 from autosac.quantities import format_bytes, format_ms
 from autosac.step import arguments
 from autosac.summaries import Summarized, Summary, Table, equal_rows_once
-from autosac.units.policies import OpPolicy
 from autosac.units.policy_checks import policies_problem
 
 _FORMAT_VERSION = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """One stage of a pipeline.
-
-    Attributes:
-        fqns: Its blocks, in order.
-        policy: FQN of each AC unit -> share (0 to 1) of its activation memory that is
-            recomputed instead of saved.
-        op_policies: What happens to every op of each AC unit.
-        peak_bytes: Predicted peak of its rank, replayed.
-        forward_ms: Predicted time of one micro-batch forward,
-        backward_ms: and backward, recomputation included,
-        recompute_ms: of which this is recomputation,
-        exchange_ms: and what of both, recomputation apart, ranks that share slices or
-            a sequence spend on collectives.
-        gather_ms: Predicted time in which FSDP2 gathers its parameters, once in a step,
-        reduce_ms: and reduces its gradients, likewise.
-        late_bytes: What a rank may hold besides while slow threads of gloo still have
-            what these ranks have exchanged and reduced; 0 on a GPU.
-        received: What it gets,
-        sent: and what it hands on.
-        waits_ms: What of its recomputation is waiting for far memory.
-        far_bytes: Most bytes that it has there, of all its micro-batches in flight.
-    """
-
-    fqns: tuple[str, ...]
-    policy: dict[str, float]
-    op_policies: tuple[OpPolicy, ...]
-    peak_bytes: int
-    forward_ms: float
-    backward_ms: float
-    recompute_ms: float
-    exchange_ms: float
-    gather_ms: float
-    reduce_ms: float
-    late_bytes: int
-    received: Passed
-    sent: Passed
-    waits_ms: float = 0.0
-    far_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -279,8 +236,8 @@ class PipelinePlan(Summarized):
                 self.tensor.within(plan.fqns).apply(module, mesh["tp"])
             if self.context.degree > 1:
                 self.context.within(plan.fqns).apply(module, mesh["cp"])
-            step = Step(offload_dir=self.offload_dir)
-            installing.install(module, plan.op_policies, step)
+            data = plan.data(self._of_all)
+            followed_plans.follow(module, data, self.pipeline.num_micro_batches)
             if self.parallel.degree > 1:
                 self._shard(module, mesh)
             stage = _compat_pipelining.Stage(
@@ -294,6 +251,20 @@ class PipelinePlan(Summarized):
             )
             stages.append(stage)
         return stages
+
+    @property
+    def _of_all(self) -> dict[str, Any]:
+        """What all stages follow alike."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "model": self.model,
+            "step_ms": self.step_ms,
+            "device": self.device,
+            "calibrated": self.calibrated,
+            "torch_version": self.torch_version,
+            "reserved_bytes": None,
+            "offload_dir": self.offload_dir,
+        }
 
     def _tokens(self, mesh: DeviceMesh) -> Tokens | None:
         """The part of the sequence that this rank has; None for all of it."""
