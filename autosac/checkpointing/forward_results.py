@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from autosac import _compat, _compat_dispatch
-from autosac._compat_distributed import are_distributed
+from autosac._compat_distributed import are_distributed, is_fsdp_unit
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
@@ -30,6 +30,8 @@ _ONE_OF = 7  # and then one of so many: odd, as flags go to and fro in even step
 _MOST_RENEWED = 2  # steps: then it is known what forward itself changes
 _FEW = (bool, str, type(None))  # types of attributes that take few values
 _NEW = object()
+# By which FSDP2's hooks make buffers and parameters, and hardly any model a result.
+_OF_FSDP = frozenset({"aten.empty.memory_format"})
 
 _Changed = dict[str, Any]  # name of an attribute, with its module's -> its value
 
@@ -70,7 +72,8 @@ class ForwardResults:
         if wanted or (self._steps > 1 and self._steps & (self._steps - 1) == 0):
             self._looks += bool(wanted)
             self._looks_for.update(wanted)
-            return Made(device_type)
+            is_sharded = any(map(is_fsdp_unit, self._model.modules()))
+            return Made(device_type, _OF_FSDP if is_sharded else frozenset())
         return None
 
     def end(self) -> None:
@@ -115,15 +118,17 @@ class Made(_compat.PlainDispatchMode):
 
     Args:
         device_type: Of the device that counts.
+        left_out: Names of ops that do not count.
 
     Attributes:
         nbytes: Of all of them, on that device.
     """
 
-    def __init__(self, device_type: str) -> None:
+    def __init__(self, device_type: str, left_out: frozenset[str]) -> None:
         super().__init__()
         self.nbytes = 0
         self._type = device_type
+        self._left_out = left_out
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -131,7 +136,8 @@ class Made(_compat.PlainDispatchMode):
         if types and are_distributed(types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if not _compat_dispatch.traits(func).is_view:
+        is_counted = not self._left_out or _compat.op_name(func) not in self._left_out
+        if is_counted and not _compat_dispatch.traits(func).is_view:
             seen = {_storage(tensor) for tensor in tensors_in((args, kwargs))}
             for tensor in tensors_in((out,)):
                 address = _storage(tensor)

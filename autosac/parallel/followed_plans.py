@@ -15,6 +15,7 @@ import torch
 from autosac.checkpointing.batch_variants import install_plans
 from autosac.parallel.fsdp_hooks import PLACES
 from autosac.parallel.fsdp_memory import RankTimeline
+from autosac.parallel.sharding import Sharding
 from autosac.planning.headroom import headroom_bytes
 from autosac.planning.plan_data import PlanData
 from autosac.planning.unseen_batches import UnseenBatches
@@ -32,18 +33,26 @@ def rank_signature(profile: Profile) -> BatchSignature:
     return profile.signature if dtype is None else profile.signature.cast(dtype)
 
 
-def rank_facts(profile: Profile, timeline: RankTimeline) -> StepFacts:
+def rank_facts(
+    profile: Profile, timeline: RankTimeline, sharding: Sharding
+) -> StepFacts:
     """What is known of a rank's step.
 
     Args:
         profile: The step, as it is without FSDP2.
-        timeline: Its memory under a plan, with what that makes.
+        timeline: Its memory under a plan, with what FSDP2 makes.
+        sharding: What that does.
     """
     facts = step_facts(profile, headroom_bytes(profile, timeline, PLACES))
     step = profile.step
     finds_gradients = step.adds_gradients or step.gradients_in_forward
-    # FSDP2's hooks run ops in forward as well.
-    return replace(facts, finds_gradients=finds_gradients, forward_bytes=None)
+    facts = replace(facts, finds_gradients=finds_gradients)
+    return replace(facts, forward_bytes=None) if casts_alone(sharding) else facts
+
+
+def casts_alone(sharding: Sharding) -> bool:
+    """Whether hooks cast parameters in forward by ops as a model's own."""
+    return sharding.shard_degree == 1 and sharding.param_dtype is not None
 
 
 def plan_data(

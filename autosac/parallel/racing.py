@@ -301,5 +301,5 @@ def _as_plan(race: _Race, best: SimulatedChoice) -> ParallelPlan:
         offloaded_bytes=far_bytes(best.chosen),
         exposed_copies_ms=sum(u.waits_ms(p) for u, p in best.chosen.items()),
         signatures=(rank_signature(profile),),
-        facts=rank_facts(profile, timeline),
+        facts=rank_facts(profile, timeline, best.sharding),
     )

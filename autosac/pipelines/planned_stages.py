@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autosac.errors import SolverError
+from autosac.parallel.followed_plans import casts_alone
 from autosac.parallel.tp_tracing import draws
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.playing import StageTimes
@@ -129,7 +130,8 @@ def _facts(step: StageStep) -> StepFacts:
     """
     facts = replace(step_facts(step.first, None), finds_gradients=False)
     facts = replace(facts, calls_again=True)
-    if step.sharded is not None:  # whose hooks run ops in forward as well
+    sharded = step.sharded
+    if sharded is not None and casts_alone(sharded.parallel.sharding([])):
         facts = replace(facts, forward_bytes=None)
     return facts
 

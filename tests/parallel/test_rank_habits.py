@@ -20,11 +20,14 @@ WIDTH, ROWS, NUM_RANKS = 16, 256, 2
 
 
 class Block(nn.Module):
+    more = False
+
     def __init__(self):
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
 
     def forward(self, x):
+        x = x * 1.0 * 1.0 if self.more else x
         return x + self.down(torch.relu(self.up(x)))
 
 
@@ -203,12 +206,26 @@ def test_what_a_rank_is_not_planned_for_is_said_once(model, step):
     assert len(said) == 1
 
 
-def test_another_autocast_is_said_where_no_unit_departs(plan):
+@pytest.fixture
+def plain_model(plan):
+    """One without units, which would say themselves that they depart."""
     plan = replace(plan, op_policies=())
     with fake_group(NUM_RANKS):
-        model = plan.apply(Model(), plan.make_mesh("cpu"))
-        with pytest.warns(UserWarning, match="under autocast to bfloat16") as said:
-            train(model, autocasts)
+        yield plan.apply(Model(), plan.make_mesh("cpu"))
+
+
+def test_another_autocast_is_said(plain_model):
+    with pytest.warns(UserWarning, match="under autocast to bfloat16") as said:
+        train(plain_model, autocasts)
+    assert len(said) == 1
+
+
+def test_a_forward_that_makes_more_is_said(plain_model):
+    train(plain_model, plain)
+    for block in plain_model.blocks:
+        block.more = True
+    with pytest.warns(UserWarning, match="forward makes .* of results") as said:
+        train(plain_model, plain)
     assert len(said) == 1
 
 
@@ -242,6 +259,7 @@ AS_PLANNED = {
     "varied": ({}, varies),
     "micro-batches": ({"accumulate": 2}, adds_up_as_planned),
     "of another type": (BF16, varies),
+    "cast alone": ({**BF16, "degrees": [1]}, plain),
     "late": ({"gradients_in_forward": True}, drops_gradients_late),
     "under autocast": ({"autocast": "bf16"}, autocasts),
     "of inputs": ({"inputs": rows(trained=True)}, trains_inputs),
