@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from autosac import _compat_dispatch, _compat_fakes
+from autosac._compat_distributed import sharded_types
 from autosac.checkpointing.after_steps import AfterSteps
 from autosac.checkpointing.stand_ins import is_in
 from autosac.pytrees import held_tensors, module_tensors, tensors_in
@@ -82,7 +83,7 @@ class HeldMemory(AfterSteps[Follows]):
 
     What was there as the plan was applied is not held against it, nor are tensors like
     the model's inputs: data that waits. Where several models have plans, nothing is:
-    each has a budget of its own.
+    each has a budget of its own; nor where ranks divide a model.
 
     Args:
         forward: Stands in for the model's ``forward``. A copy of it is not looked for.
@@ -100,6 +101,9 @@ class HeldMemory(AfterSteps[Follows]):
         if self.is_done or forward is None or not self._calls_left:
             return
         self._calls_left -= 1
+        if _is_divided(forward.module):
+            self.is_done = True
+            return
         inputs = [*tensors_in([*args, *kwargs.values()])]
         own = [vars(module) for module in forward.module.modules()]
         known = [*inputs, *held_tensors(own, in_objects=False)]
@@ -161,6 +165,12 @@ class HeldMemory(AfterSteps[Follows]):
             " be copies of weights or gradients, another model, or activations that"
             " the loop keeps: let go of them, or lower the budget by them."
         )
+
+
+def _is_divided(model: torch.nn.Module) -> bool:
+    """Whether ranks share its parameters, of which they hold more than modules do."""
+    kinds = {type(parameter) for parameter in model.parameters()}
+    return not all(map(_compat_dispatch.is_plain, kinds)) or bool(sharded_types(model))
 
 
 def _all_tensors(known: Iterable[torch.Tensor] = ()) -> list[_Held]:
