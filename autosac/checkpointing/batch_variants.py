@@ -36,7 +36,7 @@ from autosac.step.batch_signatures import (
 _StandIns = dict[torch.nn.Module, StandIn]
 
 _WORTH_COLLECTING = 16 * 2**20  # bytes of parameters; looking for them takes 0.5 s
-_WORTH_LOOKING = 4 * 2**20  # bytes of a budget on the CPU; each look takes 0.03 s
+_WORTH_LOOKING = 4 * 2**20  # bytes of a budget on the CPU; a look takes 0.1 s
 
 _in_force: weakref.WeakSet[BatchForward] = weakref.WeakSet()  # also of dropped models
 

@@ -2,14 +2,16 @@
 
 No allocator tells there what a training keeps besides the planned step, but Python
 knows all tensors that its objects hold. Those that are there as forward begins, and
-still after the optimizer's step, are there at the step's peak.
+still after the optimizer's step, are there at the step's peak. As the next step begins
+it is known what optimizers keep for themselves.
 """
 
 from __future__ import annotations
 
 import gc
+import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,13 +20,15 @@ from autosac import _compat_dispatch, _compat_fakes
 from autosac._compat_distributed import sharded_types
 from autosac.checkpointing.after_steps import AfterSteps
 from autosac.checkpointing.stand_ins import is_in
-from autosac.pytrees import held_tensors, module_tensors, tensors_in
+from autosac.pytrees import held_tensors, module_tensors
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
-from autosac.storages import addresses_of
+from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
+from autosac.storages import addresses_of, storage_bytes
 
-_MOST_LOOKS = 4  # at steps,
-_MOST_CALLS = 16  # and at calls of the model in them
+_MOST_STEPS = 4  # are looked at,
+_MOST_CALLS = 2  # and calls of the model in each of them
+_MOST_OBJECTS = 2_000_000  # of Python, which takes a second
 _LITTLE = 0.01  # of the budget: so little is not said
 
 
@@ -34,6 +38,7 @@ class Followed(Protocol):
     Attributes:
         budget_bytes: The cap on its peak,
         peak_bytes: and the peak.
+        composition: What that is made of, in bytes.
         offloads: It moves anything to far memory.
         reserved_bytes: What a GPU's allocator reserves; None on the CPU.
     """
@@ -42,6 +47,8 @@ class Followed(Protocol):
     def budget_bytes(self) -> int: ...
     @property
     def peak_bytes(self) -> int: ...
+    @property
+    def composition(self) -> dict[str, int]: ...
     @property
     def offloads(self) -> bool: ...
     @property
@@ -74,7 +81,7 @@ class _Held(NamedTuple):
 
     storage: Any
     nbytes: int
-    shape: tuple[int, ...]
+    shape: torch.Size
     is_result: bool
 
 
@@ -91,36 +98,51 @@ class HeldMemory(AfterSteps[Follows]):
 
     def __init__(self, forward: Follows) -> None:
         super().__init__(forward)
-        self._foreign = {one.storage.cdata: one for one in _all_tensors()}
-        self._held: list[_Held] = []
-        self._calls_left, self._looks_left = _MOST_CALLS, _MOST_LOOKS
+        self._foreign = {one.storage.cdata: one for one in _all_tensors() or ()}
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._held: list[_Held] = []  # as the model was called last,
+        self._left: list[_Held] = []  # and after the step
+        self._num_steps = self._num_calls = 0
+
+    def __getstate__(self) -> None:
+        """Copies do not look."""
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the model begins."""
         forward = self.forward()
-        if self.is_done or forward is None or not self._calls_left:
+        if self.is_done or forward is None:
             return
-        self._calls_left -= 1
         if _is_divided(forward.module):
             self.is_done = True
             return
-        inputs = [*tensors_in([*args, *kwargs.values()])]
-        own = [vars(module) for module in forward.module.modules()]
-        known = [*inputs, *held_tensors(own, in_objects=False)]
-        known += [one.grad for one in known if one.is_leaf and one.grad is not None]
-        weights = {tuple(one.shape) for one in module_tensors(forward.module)}
-        batches = {one.shape[:1] for one in inputs} | {one.shape[1:] for one in inputs}
-        is_data = {shape for shape in batches if shape}
+        inputs = held_tensors([args, kwargs], in_objects=False)
+        own = module_tensors(forward.module)
+        own += [one.grad for one in own if one.is_leaf and one.grad is not None]
+        known = [*inputs, *own, *self._of_optimizers()]
+        if self._left:
+            self._compare(forward, inputs, addresses_of(known))
+            self._left = []
+        self.is_done = self.is_done or self._num_steps == _MOST_STEPS
+        self._num_calls += 1
+        if self.is_done or self._num_calls > _MOST_CALLS:
+            return
+        held = _all_tensors(known)
+        if held is None:
+            self.is_done = True
+            return
+        weights = {one.shape for one in own}
         self._held = [
             one
-            for one in _all_tensors(known)
+            for one in held
             if one.storage.cdata not in self._foreign
-            and (
-                one.is_result
-                or one.shape in weights
-                or (one.shape[:1] not in is_data and one.shape[1:] not in is_data)
-            )
+            and not _is_data(one, inputs, weights)
         ]
+
+    def _of_optimizers(self) -> Iterator[torch.Tensor]:
+        """What the optimizers of the model keep."""
+        for optimizer in self._optimizers:
+            yield from optimizer_tensors(optimizer)
+            yield from hook_tensors(optimizer)
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped, of this model or of another one."""
@@ -133,25 +155,37 @@ class HeldMemory(AfterSteps[Follows]):
         if not is_in(forward) or not any(id(one) in own for one in trained):
             self._count_other()
             return
-        self._looks_left -= 1
-        self.is_done = not (self._looks_left and self._calls_left)
+        self._optimizers.add(optimizer)
+        self._num_steps += bool(self._num_calls)  # others of the same step may follow
+        self._num_calls = 0
+        self._left = [one for one in self._held if not one.storage.expired()]
+
+    def _compare(
+        self, forward: Follows, inputs: list[torch.Tensor], known: set[int]
+    ) -> None:
+        """Warn if the budget has no room for what was there all along the last step.
+
+        Args:
+            forward: Stands in for the model's ``forward``.
+            inputs: Of the model.
+            known: Addresses of memory that is the model's or its optimizers'.
+        """
         plan = forward.followed
         if plan is None or plan.offloads or plan.reserved_bytes is not None:
             return  # it has far memory here, or is for a GPU
         if self._others():
             return
-        counted = held_tensors([optimizer.state, trained], in_objects=False)
-        counted += [one.grad for one in trained if one.grad is not None]
-        known = addresses_of(counted)
-        held = [one for one in self._held if not one.storage.expired()]
-        held = [one for one in held if one.storage.cdata not in known]
+        held = [one for one in self._left if one.storage.cdata not in known]
         held_bytes = sum(one.nbytes for one in held)
-        if plan.peak_bytes + held_bytes > (1 + _LITTLE) * plan.budget_bytes:
+        # What the planned loss reads is an input of the step, too.
+        read_bytes = plan.composition.get("input", 0) - storage_bytes(inputs)
+        over_bytes = held_bytes - max(0, read_bytes)
+        if plan.peak_bytes + over_bytes > (1 + _LITTLE) * plan.budget_bytes:
             self.is_done = True
             self._say(held, held_bytes, plan)
 
     def _say(self, held: list[_Held], held_bytes: int, plan: Followed) -> None:
-        sizes: Counter[tuple[int, ...]] = Counter()
+        sizes: Counter[torch.Size] = Counter()
         for one in held:
             sizes[one.shape] += one.nbytes
         ((shape, _),) = sizes.most_common(1)
@@ -173,8 +207,27 @@ def _is_divided(model: torch.nn.Module) -> bool:
     return not all(map(_compat_dispatch.is_plain, kinds)) or bool(sharded_types(model))
 
 
-def _all_tensors(known: Iterable[torch.Tensor] = ()) -> list[_Held]:
+def _is_data(one: _Held, inputs: list[torch.Tensor], weights: set[torch.Size]) -> bool:
+    """Whether a tensor is like an input: a batch that waits, or a part of all data.
+
+    Args:
+        one: The tensor.
+        inputs: Of the model.
+        weights: Shapes of what it holds; a copy of these may look like data.
+    """
+    if one.is_result:
+        return False
+    if any(one.shape == other.shape for other in inputs):
+        return True
+    parts = {other.shape[:1] for other in inputs} | {o.shape[1:] for o in inputs}
+    is_like = one.shape[:1] in parts or one.shape[1:] in parts
+    return is_like and one.shape not in weights
+
+
+def _all_tensors(known: Iterable[torch.Tensor] = ()) -> list[_Held] | None:
     """Floating-point tensors of the CPU that Python's objects hold, each memory once.
+
+    None where there are too many objects to look at.
 
     Args:
         known: These and what shares their memory are left out.
@@ -182,7 +235,10 @@ def _all_tensors(known: Iterable[torch.Tensor] = ()) -> list[_Held]:
     kinds = _kinds(torch.Tensor)
     met = addresses_of(known)
     held = []
-    tensors: list[torch.Tensor] = [o for o in gc.get_objects() if type(o) in kinds]
+    objects = gc.get_objects()
+    if len(objects) > _MOST_OBJECTS:
+        return None
+    tensors: list[torch.Tensor] = [item for item in objects if type(item) in kinds]
     for one in tensors:
         if not _is_counted(one):
             continue
@@ -191,7 +247,7 @@ def _all_tensors(known: Iterable[torch.Tensor] = ()) -> list[_Held]:
             met.add(storage._cdata)
             weak = _compat_dispatch.weak_storage(one)
             has_graph = one.grad_fn is not None
-            held.append(_Held(weak, storage.nbytes(), tuple(one.shape), has_graph))
+            held.append(_Held(weak, storage.nbytes(), one.shape, has_graph))
     return held
 
 

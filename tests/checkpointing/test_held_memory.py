@@ -40,22 +40,21 @@ def mean_square(output):
     return output.square().mean()
 
 
-def planned(loss_fn=mean_square):
-    torch.manual_seed(0)
-    model = Model()
+def planned(loss_fn=mean_square, *, model=None, optimizer=torch.optim.AdamW, rows=ROWS):
+    model = Model() if model is None else model
     profile = autosac.profile(
         model,
-        torch.ones(ROWS, WIDTH),
+        torch.ones(rows, WIDTH),
         loss_fn=loss_fn,
-        optimizer=torch.optim.AdamW,
+        optimizer=optimizer,
     )
     budget = (autosac.floor(profile) + profile.baseline_peak_bytes) // 2
     plan = autosac.plan(profile, memory_budget=budget)
     return plan, plan.apply(model)
 
 
-def steps(model, num_steps, after=lambda: None):
-    optimizer = torch.optim.AdamW(model.parameters())
+def steps(model, num_steps, after=lambda: None, optimizer=None):
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
     for _ in range(num_steps):
         mean_square(model(torch.ones(ROWS, WIDTH))).backward()
         optimizer.step()
@@ -88,7 +87,7 @@ def test_what_a_loop_holds_is_said_once_with_its_size(held):
     _, model = planned()
     kept = held(model)
     with pytest.warns(UserWarning, match=SAID) as caught:
-        steps(model, 1)
+        steps(model, 2)
 
     assert said_bytes(caught) == pytest.approx(WEIGHTS, rel=0.01)
     steps(model, 5)  # warnings fail tests
@@ -108,8 +107,10 @@ def test_weights_that_sharpness_aware_steps_keep_are_said():
     with torch.no_grad():
         for parameter, weight in zip(model.parameters(), before, strict=True):
             parameter.copy_(weight)
+    optimizer.step()
+    optimizer.zero_grad()
     with pytest.warns(UserWarning, match=SAID) as caught:
-        optimizer.step()
+        model(torch.ones(ROWS, WIDTH))
 
     assert said_bytes(caught) == pytest.approx(WEIGHTS, rel=0.01)
 
@@ -144,6 +145,92 @@ def test_batches_targets_states_tables_and_arrays_are_not_said():
         optimizer.step()
         optimizer.zero_grad()
     assert len(everything) and len(array)  # and no warning, which fails tests
+
+
+class Joined(torch.optim.Optimizer):
+    """Two optimizers that step together."""
+
+    def __init__(self, parameters):
+        half = len(parameters) // 2
+        self.parts = [
+            torch.optim.AdamW(part) for part in (parameters[:half], parameters[half:])
+        ]
+        super().__init__(parameters, {})
+
+    def step(self, closure=None):
+        for part in self.parts:
+            part.step()
+
+
+class InAttributes(torch.optim.Optimizer):
+    """Momentum in an attribute of its own, or in attributes of parameters."""
+
+    def __init__(self, parameters, *, on_parameters=False):
+        super().__init__(parameters, {})
+        self.on_parameters, self.momentum = on_parameters, {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            momentum = torch.zeros_like(parameter) + parameter.grad
+            if self.on_parameters:
+                parameter.momentum = momentum
+            else:
+                self.momentum[parameter] = momentum
+
+
+def with_average(parameters):
+    optimizer, average = torch.optim.SGD(parameters), {}
+
+    def keep(*_):
+        average.update({p: p.detach().clone() for p in parameters})
+
+    optimizer.register_step_post_hook(keep)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Joined,
+        InAttributes,
+        lambda parameters: InAttributes(parameters, on_parameters=True),
+        with_average,
+    ],
+    ids=["joined", "attributes", "attributes of parameters", "hook"],
+)
+def test_what_a_planned_optimizer_keeps_in_any_place_is_not_said(make):
+    model = Model()
+    optimizer = make(list(model.parameters()))
+    _, model = planned(model=model, optimizer=optimizer)
+
+    steps(model, 5, optimizer=optimizer)  # warnings fail tests
+
+
+def test_targets_of_other_shapes_that_the_plan_counts_are_not_said():
+    def make_target():
+        return torch.rand(ROWS * WIDTH // 8, 8)
+
+    target = make_target()
+    _, model = planned(lambda output: (output.view(-1, 8) - target).square().mean())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(5):
+        fresh = make_target()
+        output = model(torch.ones(ROWS, WIDTH))
+        (output.view(-1, 8) - fresh).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_targets_of_the_shape_of_a_weight_are_not_said():
+    target = torch.ones(WIDTH, WIDTH)
+    _, model = planned(lambda output: (output - target).square().mean(), rows=WIDTH)
+    data = [torch.rand(WIDTH, WIDTH) for _ in range(8)]
+    optimizer = torch.optim.AdamW(model.parameters())
+    for inputs in data:
+        (model(inputs) - target).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_what_is_let_go_before_the_next_step_is_not_said():
