@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from autosac import _compat_autocast
+from autosac import _compat_autocast, _compat_products
 
 __all__ = [
     "DEVICE",
@@ -40,7 +40,6 @@ __all__ = [
     "METADATA_IDS",
     "TORCH_VERSION",
     "TRACE_ERRORS",
-    "TorchDispatchMode",
     "is_random",
     "run_ignored",
     "written_arguments",
@@ -213,6 +212,23 @@ def with_cached_weights(weights: CachedWeights) -> Iterator[None]:
         parametrize._cache_enabled, parametrize._cache = present
 
 
+class DispatchMode(TorchDispatchMode):
+    """A dispatch mode under which products are those without one."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._products: list[bool] = []
+
+    def __enter__(self) -> Any:
+        self._products.append(_compat_products.are_plain())
+        _compat_products.set_plain(True)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _compat_products.set_plain(self._products.pop())
+
+
 class PlainDispatchMode(TorchDispatchMode):
     """A dispatch mode whose calls take no detour through torch.compile's switch.
 
@@ -232,6 +248,7 @@ class PlainDispatchMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         self._outer: list[tuple[bool, bool, bool]] = []
+        self._products: list[bool] = []
 
     # As those of `TorchDispatchMode`, of torch 2.10 to 2.15, without further calls.
     def __enter__(self) -> PlainDispatchMode:
@@ -244,11 +261,14 @@ class PlainDispatchMode(TorchDispatchMode):
             )
         )
         _set_flags(True, True, True)
+        self._products.append(_compat_products.are_plain())
+        _compat_products.set_plain(True)
         torch._C._push_on_torch_dispatch_stack(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _set_flags(*self._outer.pop())
+        _compat_products.set_plain(self._products.pop())
         torch._C._pop_torch_dispatch_stack(None)
 
     @classmethod

@@ -212,7 +212,7 @@ def capture_updates(
 
     def traced(given: list[torch.Tensor]) -> None:
         assert all(one is own for one, own in zip(given, tensors, strict=True))
-        with _PlainNumbers():  # type: ignore[no-untyped-call]
+        with _PlainNumbers():
             run()
 
     with _compat_fakes.fake_mode_of(tensors[0]), torch.no_grad():
@@ -224,7 +224,7 @@ def capture_updates(
     return module
 
 
-class _PlainNumbers(_compat.TorchDispatchMode):
+class _PlainNumbers(_compat.DispatchMode):
     """Numbers of tensors as they are when they are read; constants as `aten.full`.
 
     Fake tensors remember numbers that were read, past updates by ops on lists. And

@@ -174,7 +174,7 @@ def _is_same(before: Any, now: Any) -> bool:
     return before is now or bool(before == now) or bool(before != before)
 
 
-class _RerunGlue(_compat.TorchDispatchMode):
+class _RerunGlue(_compat.DispatchMode):
     """Watches what a nest runs onward between its parts: it must be safe to repeat.
 
     Args:
@@ -182,7 +182,7 @@ class _RerunGlue(_compat.TorchDispatchMode):
     """
 
     def __init__(self, nest: Nest) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.nest = nest
         self.changed = nest.changed()
         self.own: set[int] = set()

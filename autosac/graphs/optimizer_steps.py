@@ -252,11 +252,11 @@ def _make_state(
         group.update(before)
 
 
-class _Writes(_compat.TorchDispatchMode):
+class _Writes(_compat.DispatchMode):
     """Remembers what memory held before it was first updated."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._before: dict[int, tuple[Any, Any]] = {}
         self._empty: dict[int, Any] = {}  # not filled yet
 

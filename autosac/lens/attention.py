@@ -87,11 +87,11 @@ def _makes_batches() -> bool:
     return "aten.unsqueeze.default" in seen.names
 
 
-class _Names(_compat.TorchDispatchMode):
+class _Names(_compat.DispatchMode):
     """A dispatch mode that lists the ops that run."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.names: list[str] = []
 
     def __torch_dispatch__(
