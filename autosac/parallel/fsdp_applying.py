@@ -64,12 +64,9 @@ def shard(model: torch.nn.Module, sharding: Sharding, mesh: DeviceMesh) -> None:
         model: On the device of the mesh, or on the meta device.
         sharding: Which modules are units.
         mesh: Of shape ``(shard_degree,)``, or with replicas ``(replicate_degree,
-            shard_degree)``.
-
-    Raises:
-        ValueError: As `check_mesh`.
+            shard_degree)``; dimensions go by place, as plans name them otherwise.
     """
-    check_mesh(sharding.mesh_shape, sharding.mesh_dim_names, mesh)
+    assert tuple(mesh.shape) == sharding.mesh_shape
     policy = MixedPrecisionPolicy(
         param_dtype=_dtype(sharding.param_dtype),
         reduce_dtype=_dtype(sharding.reduce_dtype),

@@ -311,6 +311,19 @@ def test_a_plan_says_what_ranks_share_and_can_be_saved(profile, least, tmp_path)
     assert autosac.ParallelPlan.load(tmp_path / "plan.json") == plan
 
 
+@pytest.mark.slow
+def test_a_plan_with_replicas_of_parts_is_applied_on_its_mesh(profile, least):
+    plan = cpu_plan(profile, least, mesh={"cp": 2})
+    sharding = replace(plan.sharding, shard_degree=2, replicate_degree=2)
+    plan = replace(plan, sharding=sharding)
+    model = mesh_ranks.RECIPES["GPT"].model()
+    with fake_group(4):
+        mesh = plan.make_mesh("cpu")
+        assert mesh.mesh_dim_names == ("replicate", "shard", "cp")
+        plan.apply(model, mesh)
+        assert {p.device_mesh.shape for p in model.parameters()} == {(2, 2)}
+
+
 @pytest.fixture(scope="module")
 def profile_of_eight():
     return mesh_ranks.RECIPES["GPT8"].profile()

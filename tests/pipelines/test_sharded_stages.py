@@ -68,6 +68,21 @@ def test_a_rank_has_shards_of_its_blocks(sharded, tmp_path):
         assert head.to_local().shape == (NUM_TOKENS // 2, WIDTH)  # of an odd number
 
 
+@pytest.mark.parametrize("mesh", [{"replicate": 2}, {"fsdp": 2, "replicate": 2}])
+def test_replicas_of_stages_are_made_on_the_mesh_of_the_plan(sharded, mesh):
+    shards, copies = mesh.get("fsdp", 1), mesh["replicate"]
+    parallel = DataParallel(shard_degree=shards, replicate_degree=copies)
+    planned = replace(sharded, parallel=parallel)
+    with fake_group(2 * shards * copies, rank=shards):
+        own = planned.make_mesh("cpu")
+        assert own.mesh_dim_names == ("pp", "replicate", "fsdp")
+        assert planned.batch_index(own) == shards  # first of the second replica's
+        (stage,) = planned.stages(Model(2), own)
+        weight = stage.submod.get_parameter("embedding.weight")
+        assert weight.device_mesh == own["replicate", "fsdp"]
+        assert weight.to_local().shape == (-(-NUM_TOKENS // shards), WIDTH)
+
+
 @pytest.mark.slow
 def test_shards_take_less_memory_than_copies_and_are_gathered(sharded):
     copies = plan({"replicate": 2})

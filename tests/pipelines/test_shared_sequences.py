@@ -96,6 +96,19 @@ def test_a_rank_gets_its_part_and_shards_of_its_own_blocks(of_parts, tmp_path):
 
 
 @pytest.mark.slow
+def test_replicas_of_parts_are_made_on_the_mesh_of_the_plan(of_parts):
+    parallel = replace(of_parts.parallel, replicate_degree=2)
+    planned = replace(of_parts, parallel=parallel)
+    with fake_group(8, rank=2):
+        mesh = planned.make_mesh("cpu")
+        assert mesh.mesh_dim_names == ("pp", "replicate", "fsdp", "cp")
+        (stage,) = planned.stages(GPT(num_blocks=1), mesh)
+        weight = stage.submod.get_parameter("embedding.wte.weight")
+        assert weight.device_mesh.shape == (2, 2)
+        assert weight.to_local().shape[0] == weight.shape[0] // 2
+
+
+@pytest.mark.slow
 def test_blocks_that_ask_for_positions_get_those_of_the_part():
     model, (inputs, _) = GPT(num_blocks=1), EXAMPLE.make_batch(1)
     whole = Stage(model, ["embedding", "ln_f"])
