@@ -71,6 +71,8 @@ class ContextParallel:
             somebody else gives them to the modules that ask for them.
         shifts_labels: The model compares what it makes of a token with the label of the
             next one, which may be in the part of the next rank.
+        arguments: Of the model's forward those that it takes by place as well, in
+            order; none in older files.
     """
 
     degree: int = 1
@@ -78,6 +80,7 @@ class ContextParallel:
     attentions: tuple[str, ...] = ()
     positions: str = ""
     shifts_labels: bool = False
+    arguments: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         how = {

@@ -40,7 +40,13 @@ from autosac.parallel.partial_gradients import check_gradients_whole
 from autosac.parallel.preparing import in_gathered_type
 from autosac.parallel.ring_attention import RingMode
 from autosac.parallel.sequence_mixing import check_tokens_apart
-from autosac.parallel.sequence_parts import part_of, positions_of, shifts_labels
+from autosac.parallel.sequence_parts import (
+    by_name,
+    names_by_place,
+    part_of,
+    positions_of,
+    shifts_labels,
+)
 from autosac.parallel.tp_checks import divided
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.profiles.profile import Profile
@@ -49,6 +55,7 @@ from autosac.step.tape import Op, Tape
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _ATTENTION = "_scaled_dot_product"
+_WITHOUT_KERNEL = "_safe_softmax"  # of attention that runs op by op, and only there
 _EXCHANGE = "_c10d_functional.all_to_all_single.default"  # of attention, and only there
 
 
@@ -61,38 +68,63 @@ def context_of(traced: Profile, degree: int, method: Method) -> ContextParallel:
     step = traced.step
     if degree == 1:
         return WHOLE_SEQUENCE
+    names = names_by_place(step.model)
+    given = {**step.kwargs, **by_name(step.args, names)}
     return ContextParallel(
         degree=degree,
         method=method,
-        attentions=attentions_of(traced.tape),
+        attentions=attentions_of(traced),
         positions=positions_of(step.model),
-        shifts_labels=shifts_labels(step.model, step.kwargs),
+        shifts_labels=shifts_labels(step.model, given),
+        arguments=names,
     )
 
 
-def attentions_of(tape: Tape) -> tuple[str, ...]:
+def attentions_of(traced: Profile) -> tuple[str, ...]:
     """FQNs of modules whose forward runs a kernel of attention.
 
     Raises:
         UnsupportedError: There are none, or it is the model itself.
     """
+    tape = traced.tape
     fqns = {
         tape.modules[op.module].fqn: None
         for op in tape.ops
         if _ATTENTION in op.name and op.phase == "forward"
     }
     if not fqns:
-        raise UnsupportedError(
-            "The step runs no fused kernel of attention, and context parallelism is for"
-            " `torch.nn.functional.scaled_dot_product_attention`: call it (models of"
-            " Transformers do with attn_implementation='sdpa'), or plan without 'cp'."
-        )
+        raise _no_kernel(traced)
     if "" in fqns:
         raise UnsupportedError(
             "The model's own forward calls attention: make that a module of its own,"
             " or plan without 'cp'."
         )
     return tuple(fqns)
+
+
+def _no_kernel(traced: Profile) -> UnsupportedError:
+    """Why a step that attends, or none, runs no fused kernel of attention."""
+    tape = traced.tape
+    ops = [op for op in tape.ops if op.phase == "forward"]
+    op_by_op = next((op for op in ops if _WITHOUT_KERNEL in op.name), None)
+    if op_by_op is None:
+        return UnsupportedError(
+            "The step runs no fused kernel of attention, and context parallelism is for"
+            " `torch.nn.functional.scaled_dot_product_attention`: call it (models of"
+            " Transformers do with attn_implementation='sdpa'), or plan without 'cp'."
+        )
+    name, device = tape.modules[op_by_op.module].fqn, traced.device.type
+    if device == "cpu" and any(o.random and o.module == op_by_op.module for o in ops):
+        return UnsupportedError(
+            f"`{name}` calls `scaled_dot_product_attention` with dropout, for which"
+            " the CPU has no fused kernel, and context parallelism needs one: let it"
+            " have `dropout_p`=0, plan for GPUs, or plan without 'cp'."
+        )
+    return UnsupportedError(
+        f"`{name}` calls `scaled_dot_product_attention` with arguments, or inside an"
+        f" `sdpa_kernel`, for which no fused kernel runs on {device!r}, and context"
+        " parallelism needs one: change that, or plan without 'cp'."
+    )
 
 
 def check_heads(tape: Tape, degree: int) -> None:

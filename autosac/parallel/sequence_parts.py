@@ -51,13 +51,24 @@ def positions_argument(module: nn.Module) -> str:
     return next((name for name in _POSITIONS if name in parameters), "")
 
 
-def shifts_labels(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+def names_by_place(model: nn.Module) -> tuple[str, ...]:
+    """Arguments that a model's forward takes by place as well, in order."""
+    parameters = list(inspect.signature(type(model).forward).parameters.values())
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(own.name for own in parameters[1:] if own.kind in kinds)
+
+
+def shifts_labels(model: nn.Module, given: Mapping[str, Any]) -> bool:
     """Whether a model of Transformers compares its output with the next labels.
+
+    Args:
+        model: Of Transformers, or another one.
+        given: Arguments of its forward by name.
 
     Raises:
         UnsupportedError: It has a loss of another kind.
     """
-    if kwargs.get("labels") is None or not hasattr(model, "loss_function"):
+    if given.get("labels") is None or not hasattr(model, "loss_function"):
         return False
     kind = getattr(model, "loss_type", None)
     if kind not in ("ForCausalLM", None):  # None stands for that as well
@@ -82,28 +93,37 @@ def part_of(inputs: Inputs, context: ContextParallel, index: int) -> Inputs:
         UnsupportedError: There is a mask.
     """
     args, kwargs = inputs[0], dict(inputs[1])
-    if kwargs.get("attention_mask") is not None:
+    by_place = by_name(args, context.arguments)
+    given = {**kwargs, **by_place}
+    if given.get("attention_mask") is not None:
         raise UnsupportedError(
             "`attention_mask` cannot be cut into parts: leave it out (labels of -100"
             " are not counted, and causal attention does not look at what follows), or"
             " plan without 'cp'."
         )
     length, device = _length(args, kwargs)
-    degree = context.degree
-    if kwargs.get(context.positions) is None:
+    degree, positions = context.degree, context.positions
+    if given.get(positions) is None:
         # Values count: models look for packed sequences in them.
         where = "cpu" if device.type == "meta" else device
-        kwargs[context.positions] = torch.arange(length, device=where)[None]
+        own = by_place if positions in by_place else kwargs
+        own[positions] = torch.arange(length, device=where)[None]
     if context.shifts_labels:
-        labels = kwargs["labels"]
+        labels = given["labels"]
         following = nn.functional.pad(labels, (0, 1), value=_IGNORED)[:, 1:]
         kwargs["shift_labels"] = following
         kwargs["num_items_in_batch"] = (following != _IGNORED).sum() / degree
+    args = (*by_place.values(), *args[len(by_place) :])
 
     def cut(value: Any) -> Any:
         return tensor_part(value, degree, index)
 
     return tree_map(cut, args), tree_map(cut, kwargs)
+
+
+def by_name(args: tuple[Any, ...], names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of a call's arguments by place whose names are known."""
+    return dict(zip(names, args, strict=False))
 
 
 def tensor_part(value: Any, degree: int, index: int) -> Any:

@@ -40,7 +40,7 @@ def context_of(base: MicroBatch, degree: int, method: Method) -> ContextParallel
             " None; or plan without 'cp'."
         )
     tape = base.whole.tape
-    attentions = cp_tracing.attentions_of(tape)
+    attentions = cp_tracing.attentions_of(base.whole)
     if method == "ulysses":
         cp_tracing.check_heads(tape, degree)
     return ContextParallel(degree=degree, method=method, attentions=attentions)
