@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
@@ -146,7 +147,7 @@ def check_is_mesh(mesh: object) -> None:
 
 
 def make_mesh(
-    device_type: str,
+    device_type: str | torch.device,
     shape: tuple[int, ...],
     names: tuple[str, ...],
     number: Callable[[int], str],
@@ -154,14 +155,16 @@ def make_mesh(
     """The mesh of a plan; every rank calls it.
 
     Args:
-        device_type: Of the ranks' devices.
+        device_type: Of the ranks' devices, or one of these.
         shape: The mesh's,
         names: and of its dimensions.
         number: The argument to plan with for so many ranks.
 
     Raises:
-        ArgumentError: There is no process group, or there are more or fewer ranks.
+        ArgumentError: There is no process group, there are more or fewer ranks, or
+            there is no such type of device.
     """
+    kind = _device_type(device_type)
     wanted = prod(shape)
     if wanted > 1 and not is_initialized():
         raise ArgumentError(
@@ -175,7 +178,25 @@ def make_mesh(
             f"The plan is for {wanted} ranks, and there are {num_ranks}; plan with"
             f" {number(num_ranks)}."
         )
-    return init_device_mesh(device_type, shape, mesh_dim_names=names)
+    return init_device_mesh(kind, shape, mesh_dim_names=names)
+
+
+def _device_type(given: Any) -> str:
+    """Type of a device that ranks may have.
+
+    Raises:
+        ArgumentError: There is none of this name.
+    """
+    kind = "meta"
+    if isinstance(given, (str, torch.device)):
+        with contextlib.suppress(RuntimeError):  # of unknown names
+            kind = torch.device(given).type
+    if kind == "meta":
+        raise ArgumentError(
+            f"`device_type`={given!r} is no type of device that ranks have: pass one"
+            " such as 'cuda' or 'cpu'."
+        )
+    return kind
 
 
 def _dtype(name: str | None) -> torch.dtype | None:

@@ -219,18 +219,18 @@ class ParallelPlan(Summarized):
         """``(milp_ms - bound_ms) / milp_ms``."""
         return share_above(self.milp_ms, self.bound_ms)
 
-    def make_mesh(self, device_type: str) -> DeviceMesh:
+    def make_mesh(self, device_type: str | torch.device) -> DeviceMesh:
         """The mesh to apply the plan on; every rank calls it.
 
         Args:
-            device_type: Of the ranks' devices, such as ``"cuda"``.
+            device_type: Of the ranks' devices, such as ``"cuda"``, or one of these.
 
         Returns:
             A mesh of shape `mesh_shape`, its dimensions named as `mesh_dim_names`.
 
         Raises:
             ValueError: There is no process group, or it has more or fewer ranks than
-                `num_gpus`.
+                `num_gpus`; or there is no such type.
         """
         return fsdp_applying.make_mesh(
             device_type, self.mesh_shape, self.mesh_dim_names, "num_gpus={}".format

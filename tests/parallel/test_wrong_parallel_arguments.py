@@ -176,6 +176,13 @@ def test_names_of_the_plan_are_in_its_order_and_others_go_by_place(
             plan.apply(Net(), mesh)
 
 
+def test_a_mesh_is_made_for_a_device_and_for_no_unknown_type(plan):
+    with fake_group(4):
+        assert plan.make_mesh(torch.device("cpu")) == plan.make_mesh("cpu")
+        with pytest.raises(autosac.ArgumentError, match="='gpu' is no type of device"):
+            plan.make_mesh("gpu")
+
+
 def test_a_mesh_without_a_process_group_says_to_make_one(plan):
     with pytest.raises(autosac.ArgumentError, match=r"init_process_group first\.$"):
         plan.make_mesh("cpu")
