@@ -362,7 +362,7 @@ def check_cuts(
         )
     if len(cuts) >= num_stages - 1:
         return
-    possible = f"only {len(cuts) + 1} stages are possible"
+    possible = only_possible(len(cuts) + 1)
     first, last = _sharing(model, fqns)
     if first != last:
         raise UnsupportedError(
@@ -380,6 +380,13 @@ def check_cuts(
         "Each stage needs parameters, and the first one some that are trained:"
         f" {possible} with blocks like these. Use fewer ranks."
     )
+
+
+def only_possible(num_stages: int) -> str:
+    """How many stages there can be at most, as a clause."""
+    if num_stages == 1:
+        return "only 1 stage is possible"
+    return f"only {num_stages} stages are possible"
 
 
 def _sharing(model: nn.Module, fqns: Sequence[str]) -> tuple[str, str]:

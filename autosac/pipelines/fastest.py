@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.racing import LATE
+from autosac.pipelines.blocks import only_possible
 from autosac.pipelines.cutting import Cuts
 from autosac.pipelines.planned_stages import PlannedStage
 from autosac.pipelines.plans import PipelinePlan
@@ -184,7 +185,7 @@ def fastest(races: Sequence[Race], far: FarBytes | None = None) -> PipelinePlan:
         if race.schedule.num_stages <= most:
             runners.enter(race)
         else:
-            too_long.append(f"{race.name}: only {most} stages are possible")
+            too_long.append(f"{race.name}: {only_possible(most)}")
     return runners.plan(too_long, far)
 
 

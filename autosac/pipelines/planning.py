@@ -21,6 +21,7 @@ from autosac.parallel.fsdp_checks import OF_FULLY_SHARD
 from autosac.parallel.mesh_racing import TpPlan
 from autosac.parallel.preparing import cluster_of
 from autosac.pipelines.asked_meshes import AskedMesh
+from autosac.pipelines.given_stages import check_loss
 from autosac.pipelines.micro_batches import MicroBatch
 from autosac.pipelines.plans import PipelinePlan
 from autosac.pipelines.schedules import GPIPE, ONE_F_ONE_B
@@ -117,7 +118,8 @@ def plan_pipeline(
         host_budget: Cap on what one rank has there of all micro-batches in flight, in
             bytes or as text; None for none.
         offload_dir: Where files of the CPU's far memory lie, as in `plan`.
-        options: As in `profile`, such as `optimizer`.
+        options: As in `profile`, such as `optimizer`: its class, or a function of the
+            parameters of a stage.
 
     Raises:
         InfeasibleBudgetError: No plan fits; says the least peak.
@@ -177,6 +179,7 @@ def given_batch(
             raise ArgumentError("`device` is that of `cluster`; leave it out.")
         options = {**options, "device": replace(cluster.device, link=cluster.link)}
     _check_options(options)
+    check_loss(loss_fn)
     _check_tensors(inputs, target)
     check_no_synced_norms(model)
     return MicroBatch(
@@ -190,13 +193,25 @@ def given_batch(
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Refuse what a pipeline's step does otherwise than a step of one process."""
+    """Refuse what a pipeline's step does otherwise than a step of one process.
+
+    Raises:
+        UnsupportedError: An option is not planned.
+        ArgumentError: The optimizer is made already.
+    """
     for name in _NOT_IN_PIPELINES:
         if name in options:
             raise UnsupportedError(
                 f"`{name}` is not planned in pipelines: leave it out, and out of the"
                 " training loop."
             )
+    made = options.get("optimizer")
+    if isinstance(made, torch.optim.Optimizer):
+        raise ArgumentError(
+            f"`optimizer` is made already ({type(made).__name__}), and each stage of a"
+            " pipeline makes one of its own parameters: pass its class, or"
+            " `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`."
+        )
 
 
 def _check_tensors(inputs: Any, target: Any) -> None:

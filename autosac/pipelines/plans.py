@@ -29,6 +29,7 @@ from autosac.parallel.mesh_racing import Division, division_of
 from autosac.parallel.sequence_parts import tensor_part
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.pipelines.blocks import Stage, Tokens
+from autosac.pipelines.given_stages import check_loss, read_stages
 from autosac.pipelines.schedules import Schedule
 from autosac.pipelines.sharded_stages import ALONE, DataParallel, stage_units
 from autosac.pipelines.stage_plans import StagePlan
@@ -154,7 +155,7 @@ class PipelinePlan(Summarized):
         )
         return max(0.0, 1 - self.pipeline.num_micro_batches * busy_ms / self.step_ms)
 
-    def make_mesh(self, device_type: str) -> DeviceMesh:
+    def make_mesh(self, device_type: str | torch.device) -> DeviceMesh:
         """The mesh of the pipeline, of `mesh_shape`; every rank calls it.
 
         Neighbouring ranks share slices (``"tp"``), or the sequence (``"cp"``), and must
@@ -162,11 +163,11 @@ class PipelinePlan(Summarized):
         get batches of their own.
 
         Args:
-            device_type: Of the ranks' devices, such as ``"cuda"``.
+            device_type: Of the ranks' devices, such as ``"cuda"``, or one of these.
 
         Raises:
             ArgumentError: There is no process group, or it has more or fewer ranks than
-                `num_ranks`.
+                `num_ranks`; or there is no such type.
         """
         ranks_per_stage = self.num_ranks // self.pipeline.num_ranks
         return make_mesh(
@@ -283,18 +284,23 @@ class PipelinePlan(Summarized):
 
     def schedule(
         self,
-        stages: Sequence[PipelineStage],
+        stages: Sequence[PipelineStage] | PipelineStage,
         loss_fn: Callable[[Any, Any], torch.Tensor],
     ) -> Any:
         """PyTorch's schedule of the stages: ``schedule.step(..., **plan.step_kwargs)``.
 
         Args:
-            stages: As `stages` makes them.
+            stages: As `stages` makes them; if there is one, that itself will do.
             loss_fn: Output and target -> mean over a micro-batch. Gradients are those
                 of its mean over all micro-batches.
+
+        Raises:
+            ArgumentError: Those are not the stages of a rank, or that is no function.
         """
+        check_loss(loss_fn)
+        given = read_stages(stages, self.pipeline)
+        own = given if self.pipeline.is_looped else given[0]
         schedule_class = get_schedule_class(self.pipeline.name)
-        own = list(stages) if self.pipeline.is_looped else stages[0]
         number = self.pipeline.num_micro_batches
         return schedule_class(own, number, loss_fn=loss_for(self.tensor, loss_fn))
 

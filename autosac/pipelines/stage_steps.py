@@ -271,8 +271,8 @@ def check_step(of_model: Profile) -> None:
     )
     if of_model.far_state_bytes:
         raise UnsupportedError(
-            "Pipelines are not planned with an `OffloadedOptimizer`: pass the optimizer"
-            " that it is made of."
+            "Pipelines are not planned with an `OffloadedOptimizer`: pass the class of"
+            " the optimizer that it is made of."
         )
     if of_model.redrawn or in_backward:
         raise UnsupportedError(

@@ -323,8 +323,8 @@ def _built(make_optimizer: Any, model: torch.nn.Module) -> Any:
         optimizer = make_optimizer(model.parameters())
     except (TypeError, AttributeError, ValueError) as error:
         way_out = (
-            "an optimizer, its class or name, or `lambda parameters:"
-            " torch.optim.AdamW(parameters, lr=1e-3)`"
+            "its class or name, `lambda parameters: torch.optim.AdamW(parameters,"
+            " lr=1e-3)`, or, but to `plan_pipeline`, an optimizer"
         )
         if "2D parameters" in str(error):
             way_out = (
