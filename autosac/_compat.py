@@ -217,16 +217,15 @@ class DispatchMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._products: list[bool] = []
+        self._products = _compat_products.PlainProducts()
 
     def __enter__(self) -> Any:
-        self._products.append(_compat_products.are_plain())
-        _compat_products.set_plain(True)
+        self._products.__enter__()
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _compat_products.set_plain(self._products.pop())
+        self._products.__exit__()
 
 
 class PlainDispatchMode(TorchDispatchMode):
@@ -248,7 +247,7 @@ class PlainDispatchMode(TorchDispatchMode):
 
     def __init__(self) -> None:
         self._outer: list[tuple[bool, bool, bool]] = []
-        self._products: list[bool] = []
+        self._products = _compat_products.PlainProducts()
 
     # As those of `TorchDispatchMode`, of torch 2.10 to 2.15, without further calls.
     def __enter__(self) -> PlainDispatchMode:
@@ -261,14 +260,13 @@ class PlainDispatchMode(TorchDispatchMode):
             )
         )
         _set_flags(True, True, True)
-        self._products.append(_compat_products.are_plain())
-        _compat_products.set_plain(True)
+        self._products.__enter__()
         torch._C._push_on_torch_dispatch_stack(self)
         return self
 
     def __exit__(self, *error: object) -> None:
         _set_flags(*self._outer.pop())
-        _compat_products.set_plain(self._products.pop())
+        self._products.__exit__()
         torch._C._pop_torch_dispatch_stack(None)
 
     @classmethod

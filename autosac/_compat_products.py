@@ -21,31 +21,34 @@ _matmul = torch.ops.aten.matmul.default
 
 def _product(keys: Any, left: torch.Tensor, right: torch.Tensor) -> Any:
     """What `matmul` is without a dispatch mode."""
-    if left.dim() == right.dim() == 3 and _is_batched(keys, left, right):
-        size = max(len(left), len(right))
-        rows, columns = left.shape[1], right.shape[2]
-        factors = (one.expand(size, -1, -1) for one in (left, right))
-        product = torch.bmm(*(one.reshape(size, *one.shape[1:]) for one in factors))
-        return torch.ops.aten._unsafe_view.default(product, (size, rows, columns))
-    return _matmul.redispatch(keys.remove(_KEY), left, right)
+    if not _is_batched(keys, left, right):
+        return _matmul.redispatch(keys.remove(_KEY), left, right)
+    size = right.shape[0] if left.shape[0] == 1 else left.shape[0]
+    rows, columns = left.shape[1], right.shape[2]
+    factors = (one.expand(size, -1, -1) for one in (left, right))
+    product = torch.bmm(*(one.reshape(size, *one.shape[1:]) for one in factors))
+    return torch.ops.aten._unsafe_view.default(product, (size, rows, columns))
 
 
 def _is_batched(keys: Any, left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether one of two factors serves a whole batch and requires no gradients."""
-    one = left if len(left) == 1 else right
+    if not all(map(_is_plain, (left, right))) or left.dim() != 3 or right.dim() != 3:
+        return False
+    one = left if left.shape[0] == 1 else right
     return (
-        len(one) == 1
-        and len(left) != len(right)
+        one.shape[0] == 1
+        and left.shape[0] != right.shape[0]
         and not one.requires_grad
-        and all(map(_does_nothing_itself, (left, right)))
         and not any(map(keys.has, _AUTOCAST))  # comes here again when it has cast
     )
 
 
-def _does_nothing_itself(tensor: torch.Tensor) -> bool:
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it does nothing of its own when an op is dispatched."""
     kind = type(tensor)
     own = kind.__torch_dispatch__
-    return kind is FakeTensor or own is torch._C._disabled_torch_dispatch_impl
+    is_known = kind is FakeTensor or own is torch._C._disabled_torch_dispatch_impl
+    return is_known and not tensor.is_nested
 
 
 def are_plain() -> bool:
@@ -53,9 +56,18 @@ def are_plain() -> bool:
     return bool(torch._C._dispatch_tls_is_dispatch_key_included(_KEY))
 
 
-def set_plain(is_on: bool) -> None:
-    """Let products of this thread be those without dispatch modes, or leave them."""
-    torch._C._dispatch_tls_set_dispatch_key_included(_KEY, is_on)
+class PlainProducts:
+    """A context in which products of this thread are those without dispatch modes."""
+
+    def __init__(self) -> None:
+        self._before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self._before.append(are_plain())
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)
+
+    def __exit__(self, *_: object) -> None:
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, self._before.pop())
 
 
 def _registered() -> list[torch.library.Library]:

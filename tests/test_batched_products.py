@@ -44,6 +44,7 @@ PAIRS = {
     ),
     "two batches": lambda: (batch(4, ROWS, INNER, trained=True), batch(4, INNER, 7)),
     "matrix": lambda: (batch(4, ROWS, INNER, trained=True), torch.rand(INNER, 7)),
+    "no batch": lambda: (batch(0, ROWS, INNER, trained=True), batch(1, INNER, 7)),
     "many": lambda: (batch(4, 2, ROWS, INNER, trained=True), batch(1, INNER, 7)),
 }
 

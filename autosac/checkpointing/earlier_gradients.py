@@ -32,9 +32,8 @@ class EarlierGradients:
         if not self._looks_left or not is_first:
             return
         self._looks_left -= 1
-        parameters = [
-            p for p in kept_parameters(model) if p.is_leaf
-        ]  # not swapped ones
+        # None that somebody has swapped for another tensor.
+        parameters = [p for p in kept_parameters(model) if p.is_leaf]
         gradients = [p.grad for p in parameters if p.grad is not None]
         num_bytes = sum(local(one).nbytes for one in gradients)
         if num_bytes <= _LITTLE * sum(local(p).nbytes for p in parameters):

@@ -191,13 +191,14 @@ class HeldMemory(AfterSteps[Follows]):
         ((shape, _),) = sizes.most_common(1)
         number = sum(one.shape == shape for one in held)
         most = f"{number} of shape {list(shape)}" if number > 1 else f"{list(shape)}"
+        which = f"{len(held)} tensors" if len(held) > 1 else "A tensor"
         warn(
-            f"{len(held)} tensors ({format_bytes(held_bytes)}; {most}) that the plan"
-            " does not count were there from the model's call to the end of the"
-            f" optimizer's step: its peak of {format_bytes(plan.peak_bytes)} is higher"
-            f" by them, and the budget is {format_bytes(plan.budget_bytes)}. They may"
-            " be copies of weights or gradients, another model, or activations that"
-            " the loop keeps: let go of them, or lower the budget by them."
+            f"{which} ({format_bytes(held_bytes)}; {most}) that the plan does not"
+            " count stayed from the model's call to the end of the optimizer's step:"
+            f" its peak of {format_bytes(plan.peak_bytes)} is higher by as much, and"
+            f" the budget is {format_bytes(plan.budget_bytes)}. Copies of weights or"
+            " gradients, another model, activations that the loop keeps or data may"
+            " be: let go of them, or lower the budget by them."
         )
 
 
@@ -232,13 +233,13 @@ def _all_tensors(known: Iterable[torch.Tensor] = ()) -> list[_Held] | None:
     Args:
         known: These and what shares their memory are left out.
     """
-    kinds = _kinds(torch.Tensor)
+    kinds = {id(kind) for kind in _kinds(torch.Tensor)}  # others may have no hash
     met = addresses_of(known)
     held = []
     objects = gc.get_objects()
     if len(objects) > _MOST_OBJECTS:
         return None
-    tensors: list[torch.Tensor] = [item for item in objects if type(item) in kinds]
+    tensors: list[torch.Tensor] = [item for item in objects if id(type(item)) in kinds]
     for one in tensors:
         if not _is_counted(one):
             continue
@@ -259,7 +260,9 @@ def _kinds(kind: type) -> set[type]:
 
 def _is_counted(tensor: torch.Tensor) -> bool:
     return (
-        tensor.layout is torch.strided
+        not torch.nn.parameter.is_lazy(tensor)
+        and not tensor.is_nested
+        and tensor.layout is torch.strided
         and tensor.device.type == "cpu"
         and (tensor.is_floating_point() or tensor.is_complex())
         and not _compat_fakes.is_fake(tensor)

@@ -44,7 +44,7 @@ def seed_streams(seed: int) -> None:
 
 def _seed_others(seed: int) -> None:
     """Seed the global streams of Python and NumPy."""
-    random.seed(seed)
+    random.seed(int(seed))  # also a number of NumPy
     np.random.seed(seed % 2**32)  # it takes no others
 
 

@@ -34,6 +34,9 @@ _MANY_INTEGERS = 1200
 _MOST_INTEGERS = 400  # of a MILP: larger ones take seconds and find little
 SMALL_GAP = 0.02  # where that little is not worth the time
 _ANY_WORK = 2**50
+_NOTHING = pulp_runner.Outcome(
+    termination=Termination.NO_INCUMBENT, bound=None, solve_s=0.0
+)
 _LEAST_WORK = 150_000  # no MILP is built for less
 
 
@@ -142,26 +145,26 @@ class RowSearch:
             coarser_ms = self._coarser_ms(tolerance_ms)
             return self._solve(budget_bytes, limit_ms=limit_ms, tolerance_ms=coarser_ms)
         if budget_bytes is not None and not relaxed and self._is_too_large(model):
-            nothing = pulp_runner.Outcome(
-                termination=Termination.NO_INCUMBENT, bound=None, solve_s=0.0
-            )
-            return model, nothing, np.zeros(len(self._table.times))
+            return model, _NOTHING, np.zeros(len(self._table.times))
         left = None
         if self._ends is not None and not relaxed:  # a relaxation takes milliseconds
             left = max(0.0, self._ends - perf_counter())
-        outcome = pulp_runner.run(
-            model.model,
-            backend=self._backend,
-            time_limit_s=left,
-            work_limit=None if relaxed else max(0, self._left()),
-            more_if_wide=self.more_if_wide,
-            relative_gap=self._gap,
-            relaxed=relaxed,
-            again=again,
-            presolves=not relaxed,
-            cutoff=math.inf if whole or relaxed else limit_ms * model.scale,
-            quick_nodes=self.quick_nodes,
-        )
+        try:
+            outcome = pulp_runner.run(
+                model.model,
+                backend=self._backend,
+                time_limit_s=left,
+                work_limit=None if relaxed else max(0, self._left()),
+                more_if_wide=self.more_if_wide,
+                relative_gap=self._gap,
+                relaxed=relaxed,
+                again=again,
+                presolves=not relaxed,
+                cutoff=math.inf if whole or relaxed else limit_ms * model.scale,
+                quick_nodes=self.quick_nodes,
+            )
+        except ArithmeticError:  # the numbers of this model are too far apart
+            outcome = _NOTHING
         if not relaxed:
             self.work += max(1, outcome.work)
         if not outcome.termination.has_incumbent:

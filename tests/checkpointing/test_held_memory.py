@@ -11,7 +11,7 @@ import autosac
 
 WIDTH, ROWS = 512, 384
 WEIGHTS = 4 * WIDTH * WIDTH * 4  # bytes
-SAID = r"that the plan does not count were there from the model's call to the end"
+SAID = r"that the plan does not count stayed from the model's call to the end of"
 
 
 @pytest.fixture(autouse=True)
@@ -231,6 +231,38 @@ def test_targets_of_the_shape_of_a_weight_are_not_said():
         (model(inputs) - target).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+class ComparesItself(type):
+    """Whose classes have no hash."""
+
+    def __eq__(cls, other):
+        return cls is other
+
+    __hash__ = None
+
+
+class WithoutHash(metaclass=ComparesItself):
+    """Only there to be found."""
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.nn.LazyLinear(3),
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        WithoutHash,
+    ],
+    ids=["lazy", "nested", "no hash"],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_strange_objects_elsewhere_do_no_harm(make):
+    strange = [make()]
+    _, model = planned()
+    strange.append(make())
+
+    steps(model, 3)
+    assert len(strange) == 2
 
 
 def test_what_is_let_go_before_the_next_step_is_not_said():

@@ -131,7 +131,7 @@ class Masked(torch.nn.Module):
         return self.inner(x) * mask * (self.scale + random.random())
 
 
-@pytest.mark.parametrize("seed", [0, -1])
+@pytest.mark.parametrize("seed", [0, -1, np.int64(3)])
 def test_draws_of_python_and_numpy_are_those_of_a_seed(seed):
     class Nothing(Checkpointed):
         def apply(self, model):
