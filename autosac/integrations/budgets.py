@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from autosac.errors import ArgumentError, InfeasibleBudgetError, UnsupportedError
-from autosac.integrations.divided_states import largest_parts
+from autosac.integrations.divided_states import largest_parts, plan_of_parts
 from autosac.integrations.replicas import Replica, planned_once
 from autosac.kinds import check_function
 from autosac.planning.make_plan import lowest_plan, make_plan
@@ -236,24 +236,19 @@ class Loop:
     scalars_bytes: int = 16 * _SCALAR_BYTES
     callbacks_bytes: int = 0
 
-    @property
-    def optimizers(self) -> list[Any]:
-        """The loop's; where processes divide its state, the parts that take most."""
-        return largest_parts(self.options.get("optimizer"))
-
     @contextlib.contextmanager
     def profiled(
-        self, model: torch.nn.Module, inputs: Any, *, real_step: bool, part: int = 0
+        self, model: torch.nn.Module, inputs: Any, *, optimizer: Any, real_step: bool
     ) -> Iterator[Profile]:
         """The step of a batch, to be planned inside: the model runs as in the loop.
 
         Args:
             model: The model.
             inputs: The batch.
+            optimizer: The loop's; where processes divide its state, one's part.
             real_step: As in `calibrated_if_present`.
-            part: Which of `optimizers` steps.
         """
-        own = {"loss_fn": _itself, **self.options, "optimizer": self.optimizers[part]}
+        own = {"loss_fn": _itself, **self.options, "optimizer": optimizer}
         with forward_replaced(model, self.forward(model)), self.replica.alone():
             step = profile(model, inputs, **own)
             step = calibrated_if_present(step, real_step=real_step)
@@ -271,12 +266,19 @@ class Loop:
 
         def replan(model: torch.nn.Module, args: Any, kwargs: Any) -> Plan:
             inputs = args, kwargs
-            with self.profiled(model, inputs, real_step=False) as step:
-                left_bytes = _budget(memory_budget, step) - self.held_bytes(inputs)
+            held_bytes = self.held_bytes(inputs)
+
+            def plan_step(step: Profile) -> Plan:
+                left_bytes = _budget(memory_budget, step) - held_bytes
                 try:
                     return make_plan(step, left_bytes)
                 except InfeasibleBudgetError:
                     return lowest_plan(step, left_bytes)
+
+            parts = largest_parts(self.options.get("optimizer"))
+            profiled = partial(self.profiled, model, inputs)
+            (plan,) = plan_of_parts(profiled, parts, plan_step, real_step=False)
+            return plan
 
         return replan
 
@@ -308,23 +310,18 @@ def plan_loss(
         plans: list[Plan] = []
         errors: list[InfeasibleBudgetError] = []
         others_bytes = max(map(loop.held_bytes, batches))
-        one_plan = partial(
+        parts = largest_parts(loop.options.get("optimizer"))
+        plan_step = partial(
             _one_plan, loop=loop, others_bytes=others_bytes, memory_budget=memory_budget
         )
         for number, inputs in enumerate(batches):
-            of_parts: list[Plan] = []
-            for part in range(len(loop.optimizers)):
-                is_first = number == 0 and part == 0
-                with loop.profiled(
-                    model, inputs, real_step=is_first, part=part
-                ) as step:
-                    if any(step.signature in plan.signatures for plan in plans):
-                        break
-                    try:
-                        of_parts.append(one_plan(step, lowest=part > 0))
-                    except InfeasibleBudgetError as error:
-                        errors.append(error)
-            plans += _of_all_parts(of_parts)
+            profiled = partial(loop.profiled, model, inputs)
+            try:
+                plans += plan_of_parts(
+                    profiled, parts, plan_step, real_step=number == 0, planned=plans
+                )
+            except InfeasibleBudgetError as error:
+                errors.append(error)
         if errors:
             raise max(errors, key=lambda error: error.lowest_peak_bytes)
         if on_mismatch == "recompute" and loop.replica.group is not None:
@@ -338,42 +335,16 @@ def plan_loss(
 
 
 def _one_plan(
-    step: Profile,
-    loop: Loop,
-    others_bytes: int,
-    memory_budget: int | str,
-    *,
-    lowest: bool,
+    step: Profile, loop: Loop, others_bytes: int, memory_budget: int | str
 ) -> Plan:
     """The plan for one batch, with figures of all in the error if none fits."""
     budget_bytes = _budget(memory_budget, step)
     try:
-        plan = make_plan(step, budget_bytes - others_bytes)
-        return lowest_plan(step, plan.budget_bytes) if lowest else plan
+        return make_plan(step, budget_bytes - others_bytes)
     except InfeasibleBudgetError as error:
         raise of_all(
             error, others_bytes, memory_budget, budget_bytes, loop.replica
         ) from None
-
-
-def _of_all_parts(plans: Sequence[Plan]) -> list[Plan]:
-    """The plan for the part of an optimizer with most parameters, with all their peaks.
-
-    Processes with other parts keep less all the time, and may take more in the step of
-    the optimizer, whose peak no policy lowers.
-
-    Args:
-        plans: For that part; then those of least peak for others. None if none fits.
-    """
-    if not plans:
-        return []
-    plan, peak_bytes = plans[0], max(plan.peak_bytes for plan in plans)
-    more_bytes = peak_bytes - plan.peak_bytes
-    if not more_bytes:
-        return [plan]
-    temporary_bytes = plan.composition.get("temporary", 0) + more_bytes
-    composition = {**plan.composition, "temporary": temporary_bytes}
-    return [replace(plan, peak_bytes=peak_bytes, composition=composition)]
 
 
 def of_all(

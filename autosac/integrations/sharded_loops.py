@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from autosac.errors import InfeasibleBudgetError
 from autosac.integrations.budgets import Loop, of_all
+from autosac.integrations.divided_states import largest_parts
 from autosac.integrations.replicas import planned_once
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.planning import plan_parallel
@@ -51,7 +52,8 @@ def plan_loop(
         loop = make_loop()
         held_bytes = loop.held_bytes(inputs)
         cap_bytes = parse_bytes(memory_budget, total_bytes=cluster.device.memory_bytes)
-        with loop.profiled(model, inputs, real_step=True) as step:
+        optimizer = largest_parts(loop.options.get("optimizer"))[0]
+        with loop.profiled(model, inputs, optimizer=optimizer, real_step=True) as step:
             try:
                 return plan_parallel(
                     step,
