@@ -135,7 +135,7 @@ class _Hooks(list[Any]):
 
 
 def watch_hooks(replica: DistributedDataParallel, added: Callable[[], object]) -> None:
-    """Call a function, of a module, whenever `has_hook` becomes true."""
+    """Call a function, that can be pickled, whenever a hook is added."""
     replica._comm_hooks = _Hooks(replica._comm_hooks, added)
 
 

@@ -330,6 +330,7 @@ def plan_loss(
 
     size = sum(tensor.numel() for tensor in tensors_in(batches[0]))
     plan = planned_once(make, size, loop.replica.group)
+    loop.replica.watch()
     again = loop.replanned(memory_budget)
     return replace(plan, on_mismatch=on_mismatch, replan=again)
 

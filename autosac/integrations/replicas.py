@@ -14,6 +14,7 @@ import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from autosac._compat_distributed import (
     watch_hooks,
 )
 from autosac.errors import AutosacError, UnsupportedError
+from autosac.profiles.mistakes import has_plan
 from autosac.profiles.profile import Profile
 from autosac.step.arguments import check_no_synced_norms, warn
 
@@ -43,12 +45,14 @@ class Replica:
 
     Attributes:
         module: The model, without DDP around it.
+        wrapper: DDP, if there is one.
         group: The processes; None for a single one without DDP.
         blocks: Sizes in bytes of what DDP allocates for as long as it lives.
         clones_outputs: Whether DDP returns copies of the model's outputs.
     """
 
     module: torch.nn.Module
+    wrapper: DistributedDataParallel | None = None
     group: Any = None
     blocks: tuple[int, ...] = ()
     clones_outputs: bool = False
@@ -70,6 +74,11 @@ class Replica:
                 for other in profile.redrawn
             ),
         )
+
+    def watch(self) -> None:
+        """Warn of what DDP gets from now on, while a plan is in force."""
+        if self.wrapper is not None:
+            watch_hooks(self.wrapper, partial(_warn_of_hook, self.module))
 
     def alone(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, one process plans, and nothing that it runs reaches the others."""
@@ -133,7 +142,6 @@ def replica_of(model: torch.nn.Module) -> Replica:
     for sentence, applies in _refused(model).items():
         if applies:
             raise UnsupportedError(f"A plan for several processes: {sentence}.")
-    watch_hooks(model, _warn_of_hook)
     trained = [
         parameter
         for name, parameter in model.module.named_parameters()
@@ -144,18 +152,20 @@ def replica_of(model: torch.nn.Module) -> Replica:
         blocks += [_TABLE_ENTRY_BYTES * len(trained)] * 2
     return Replica(
         module=model.module,
+        wrapper=model,
         group=model.process_group,
         blocks=tuple(blocks),
         clones_outputs=clones_outputs(model),
     )
 
 
-def _warn_of_hook() -> None:
-    warn(
-        "A communication hook comes to DDP after the step was planned: the copies of"
-        " gradients and whatever else it makes or keeps are in no plan, and the peak"
-        " may be above the budget by them. Leave the hook out."
-    )
+def _warn_of_hook(model: torch.nn.Module) -> None:
+    if any(map(has_plan, model.modules())):
+        warn(
+            "A communication hook comes to DDP after the step was planned: the copies"
+            " of gradients and whatever else it makes or keeps are in no plan, and the"
+            " peak may be above the budget by them. Leave the hook out."
+        )
 
 
 def _refused(model: DistributedDataParallel) -> dict[str, bool]:

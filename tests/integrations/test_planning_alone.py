@@ -1,11 +1,15 @@
 """What one process plans for all, in one process of a group that does nothing."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import autosac
 from autosac._compat_distributed import fake_group
+from autosac.errors import InfeasibleBudgetError
 
 
 @pytest.fixture
@@ -46,3 +50,24 @@ def test_a_batch_is_planned_anew_for_all_parts_of_a_divided_state(group):
 
     assert again.peak_bytes == plan.peak_bytes
     assert again.composition == plan.composition
+
+
+def test_a_hook_is_said_only_while_a_plan_is_in_force(group):
+    told = {}
+    for case in ("failed", "undone", "applied"):
+        model, x = nn.Linear(8, 8), torch.ones(4, 8)
+        replica = nn.parallel.DistributedDataParallel(model)
+        if case == "failed":
+            with pytest.raises(InfeasibleBudgetError):
+                autosac.plan_replicas(replica, x, memory_budget=64)
+        else:
+            plan = autosac.plan_replicas(replica, x, memory_budget="1GiB")
+            plan.apply(model)
+        if case == "undone":
+            plan.unapply(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            replica.register_comm_hook(None, fp16_compress_hook)
+        told[case] = [str(one.message)[:20] for one in caught]
+
+    assert told == {"failed": [], "undone": [], "applied": ["A communication hook"]}
