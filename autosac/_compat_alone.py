@@ -3,21 +3,33 @@
 Whatever such a step sends would meet what the others do meanwhile. So collectives of
 `torch.distributed` (torch/csrc/distributed/c10d/Ops.cpp, torch 2.10 to 2.15) end at
 once and leave tensors as they are, fakes and real ones: they write to memory that is
-there already, so that a step takes as much as with the others.
+there already, so that a step takes as much as with the others. What is gathered is what
+this process has, as if the others had the same. Objects that are sent are refused:
+tensors are made from their bytes past all modes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from autosac import _compat
+import torch
+
+from autosac import _compat, _compat_fakes
 from autosac._compat_distributed import are_distributed
 from autosac.errors import UnsupportedError
 
 COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of ops
+_UNANSWERED = "c10d::recv_any_source_"  # it tells who has sent
+_OF_OBJECTS = frozenset(
+    {"all_gather_object", "gather_object", "scatter_object_list"}
+    | {f"{does}_object_list" for does in ("broadcast", "send", "recv")}
+)
+_GATHER_LISTS = ("c10d::allgather_", "c10d::gather_")
+_GATHERS = ("c10d::_allgather_base_", "c10d::gather_into_tensor_")
 _NOTHING = contextlib.nullcontext()
 _is_alone: ContextVar[bool] = ContextVar("is_alone", default=False)
 
@@ -48,11 +60,24 @@ def answers(func: Any) -> bool:
 
 def waits(func: Any) -> UnsupportedError:
     """What to say of a collective that nobody answers."""
+    name = _sends_objects() or _compat.op_name(func)
     return UnsupportedError(
-        f"`{_compat.op_name(func)}` in the model's step waits for the other processes,"
+        f"`{name}` in the model's step waits for the other processes,"
         " and these wait for the one that plans. Plan in each of them by `autosac.plan`"
         " before DDP wraps the model, or leave the collective out."
     )
+
+
+def _sends_objects() -> str:
+    """The function of `torch.distributed` that sends objects just now, or ''."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        name = frame.f_code.co_name
+        module = frame.f_globals.get("__name__")
+        if module == "torch.distributed.distributed_c10d" and name in _OF_OBJECTS:
+            return name
+    return ""
 
 
 class _Answers(_compat.PlainDispatchMode):
@@ -65,11 +90,36 @@ class _Answers(_compat.PlainDispatchMode):
             return NotImplemented
         if func.namespace not in COLLECTIVES:
             return func(*args, **(kwargs or {}))
-        if func.namespace != "c10d":  # those make their results
+        name = func._schema.name
+        makes_results = func.namespace != "c10d"
+        if makes_results or name == _UNANSWERED or _sends_objects():
             raise waits(func)
-        # PyTorch may be built without it
-        from torch._C._distributed_c10d import FakeWork
-
+        if name in _GATHER_LISTS:
+            for outputs, own in zip(*args[:2], strict=False):  # none where none gathers
+                for output in outputs:
+                    _fill(output, own)
+        if name in _GATHERS:
+            _fill(*args[:2])
         num_results = len(func._schema.returns)
-        work = FakeWork().boxed() if num_results else None
+        work = _ended() if num_results else None
         return (args[0], work) if num_results == 2 else work
+
+
+def _fill(output: torch.Tensor, own: torch.Tensor) -> None:
+    """Repeat what this process has up to the size of an output, if values are known."""
+    if any(map(_compat_fakes.is_fake, (output, own))) or not own.numel():
+        return
+    with _compat.no_modes():
+        fits = output.numel() % own.numel() == 0  # sizes may differ
+        if fits and output.is_contiguous():
+            output.view(-1, own.numel()).copy_(own.reshape(1, -1))
+
+
+def _ended() -> Any:
+    """What a collective returns that is over."""
+    # PyTorch may be built without it
+    from torch._C._distributed_c10d import _create_work_from_future
+
+    future: Any = torch.futures.Future()
+    future.set_result(None)
+    return _create_work_from_future(future).boxed()

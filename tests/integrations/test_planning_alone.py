@@ -4,12 +4,13 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 import autosac
 from autosac._compat_distributed import fake_group
-from autosac.errors import InfeasibleBudgetError
+from autosac.errors import InfeasibleBudgetError, UnsupportedError
 
 
 @pytest.fixture
@@ -71,3 +72,61 @@ def test_a_hook_is_said_only_while_a_plan_is_in_force(group):
         told[case] = [str(one.message)[:20] for one in caught]
 
     assert told == {"failed": [], "undone": [], "applied": ["A communication hook"]}
+
+
+def _gathers_tensors(output):
+    both, one = torch.zeros(4), torch.zeros(2)
+    dist.all_gather_into_tensor(both, torch.ones(2))
+    dist.all_gather([one, torch.zeros(2)], torch.ones(2))
+    assert both.tolist() == [1] * 4 and one.tolist() == [1] * 2
+    return output.square().sum()
+
+
+def _polls(output):
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    assert work.is_completed()
+    work.wait()
+    return output.square().sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*all_gather:FutureWarning")
+@pytest.mark.parametrize("loss_fn", [_gathers_tensors, _polls])
+def test_what_a_loss_gathers_or_waits_for_is_there_at_once(group, loss_fn):
+    replica = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+
+    plan = autosac.plan_replicas(
+        replica, torch.ones(4, 8), memory_budget="1GiB", loss_fn=loss_fn
+    )
+
+    assert plan.peak_bytes
+
+
+def _receives(output):
+    dist.recv(torch.ones(1))
+    return output.sum()
+
+
+def _gathers_counts(output):
+    counts = [None, None]
+    dist.all_gather_object(counts, len(output))
+    return output.square().sum() / sum(counts)
+
+
+def _sends_name(output):
+    dist.broadcast_object_list(["a name"])
+    return output.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "name"),
+    [
+        (_receives, "c10d.recv_any_source_.default"),
+        (_gathers_counts, "all_gather_object"),
+        (_sends_name, "broadcast_object_list"),
+    ],
+)
+def test_objects_and_what_any_process_sends_are_refused(group, loss_fn, name):
+    replica = nn.parallel.DistributedDataParallel(nn.Linear(8, 8))
+    x = torch.ones(4, 8)
+    with pytest.raises(UnsupportedError, match=f"^`{name}` in the model's step waits"):
+        autosac.plan_replicas(replica, x, memory_budget="1GiB", loss_fn=loss_fn)
