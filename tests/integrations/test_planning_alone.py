@@ -32,6 +32,7 @@ class Branches(nn.Module):
         return sum(layer(x).square().mean() for layer in self.small)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_a_batch_is_planned_anew_for_all_parts_of_a_divided_state(group):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
