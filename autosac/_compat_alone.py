@@ -22,7 +22,7 @@ from autosac import _compat, _compat_fakes
 from autosac._compat_distributed import are_distributed
 from autosac.errors import UnsupportedError
 
-COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of ops
+_COLLECTIVES = ("c10d", "_c10d_functional")  # namespaces of ops
 _UNANSWERED = "c10d::recv_any_source_"  # it tells who has sent
 _OF_OBJECTS = frozenset(
     {"all_gather_object", "gather_object", "scatter_object_list"}
@@ -50,15 +50,24 @@ def without_others() -> contextlib.AbstractContextManager[Any]:
     Raises:
         UnsupportedError: It waits for others in a way that cannot be answered for them.
     """
-    return _Answers() if _is_alone.get() else _NOTHING
+    return _Collectives() if _is_alone.get() else _NOTHING
+
+
+def refused() -> contextlib.AbstractContextManager[Any]:
+    """Inside, all collectives are refused.
+
+    Raises:
+        UnsupportedError: There is one.
+    """
+    return _Collectives(refuses=True)
 
 
 def answers(func: Any) -> bool:
     """Whether an op is a collective that is not to reach the others."""
-    return _is_alone.get() and func.namespace in COLLECTIVES
+    return _is_alone.get() and func.namespace in _COLLECTIVES
 
 
-def waits(func: Any) -> UnsupportedError:
+def _waits(func: Any) -> UnsupportedError:
     """What to say of a collective that nobody answers."""
     name = _sends_objects() or _compat.op_name(func)
     return UnsupportedError(
@@ -80,20 +89,28 @@ def _sends_objects() -> str:
     return ""
 
 
-class _Answers(_compat.PlainDispatchMode):
-    """Ends collectives as soon as they are called."""
+class _Collectives(_compat.PlainDispatchMode):
+    """Ends collectives as soon as they are called.
+
+    Args:
+        refuses: It refuses them all instead.
+    """
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        super().__init__()
+        self.refuses = refuses
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         if are_distributed(types):
             return NotImplemented
-        if func.namespace not in COLLECTIVES:
+        if func.namespace not in _COLLECTIVES:
             return func(*args, **(kwargs or {}))
         name = func._schema.name
-        makes_results = func.namespace != "c10d"
-        if makes_results or name == _UNANSWERED or _sends_objects():
-            raise waits(func)
+        refuses = self.refuses or func.namespace != "c10d"  # the latter make results
+        if refuses or name == _UNANSWERED or _sends_objects():
+            raise _waits(func)
         if name in _GATHER_LISTS:
             for outputs, own in zip(*args[:2], strict=False):  # none where none gathers
                 for output in outputs:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
-from autosac import _compat, _compat_alone
+from autosac import _compat_alone
 from autosac._compat_distributed import (
     clones_outputs,
     first_bucket_bytes,
@@ -90,22 +90,11 @@ class Replica:
         Raises:
             UnsupportedError: It talks to other processes.
         """
-        return _NOTHING if self.group is None else _Silent()
+        return _NOTHING if self.group is None else _compat_alone.refused()
 
     def returned(self, output: Any) -> Any:
         """What DDP returns in place of a model's output."""
         return tree_map(_copied, output) if self.clones_outputs else output
-
-
-class _Silent(_compat.PlainDispatchMode):
-    """Refuses ops that wait for other processes."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func.namespace in _compat_alone.COLLECTIVES:
-            raise _compat_alone.waits(func)
-        return func(*args, **(kwargs or {}))
 
 
 def _holding(tape: Any, blocks: tuple[int, ...]) -> Any:
