@@ -14,7 +14,6 @@ import contextlib
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,7 +29,6 @@ from autosac._compat_distributed import (
     watch_hooks,
 )
 from autosac.errors import AutosacError, UnsupportedError
-from autosac.profiles.mistakes import has_plan
 from autosac.profiles.profile import Profile
 from autosac.step.arguments import check_no_synced_norms, warn
 
@@ -76,9 +74,9 @@ class Replica:
         )
 
     def watch(self) -> None:
-        """Warn of what DDP gets from now on, while a plan is in force."""
+        """There is a plan: warn of what DDP gets from now on."""
         if self.wrapper is not None:
-            watch_hooks(self.wrapper, partial(_warn_of_hook, self.module))
+            watch_hooks(self.wrapper, _warn_of_hook)
 
     def alone(self) -> contextlib.AbstractContextManager[Any]:
         """Inside, one process plans, and nothing that it runs reaches the others."""
@@ -148,13 +146,12 @@ def replica_of(model: torch.nn.Module) -> Replica:
     )
 
 
-def _warn_of_hook(model: torch.nn.Module) -> None:
-    if any(map(has_plan, model.modules())):
-        warn(
-            "A communication hook comes to DDP after the step was planned: the copies"
-            " of gradients and whatever else it makes or keeps are in no plan, and the"
-            " peak may be above the budget by them. Leave the hook out."
-        )
+def _warn_of_hook() -> None:
+    warn(
+        "A communication hook comes to DDP after the step was planned: the copies of"
+        " gradients and whatever else it makes or keeps are in no plan, and the peak"
+        " may be above the budget by them. Leave the hook out."
+    )
 
 
 def _refused(model: DistributedDataParallel) -> dict[str, bool]:

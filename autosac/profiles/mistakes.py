@@ -23,16 +23,11 @@ def check_unplanned(model: torch.nn.Module) -> None:
         ArgumentError: Names an AC unit, if it has one.
     """
     units = installing.installed(model)
-    if units or has_plan(model):
+    if units or isinstance(model.__dict__.get("forward"), StandIn):
         which = f" (`{units[0]}` is an AC unit)" if units else ""
         raise ArgumentError(
             f"`model` has a plan already{which}; call `plan.unapply(model)` first."
         )
-
-
-def has_plan(module: torch.nn.Module) -> bool:
-    """Whether a plan stands in for a module's ``forward``."""
-    return isinstance(module.__dict__.get("forward"), StandIn)
 
 
 def check_unsharded(model: torch.nn.Module) -> None:
