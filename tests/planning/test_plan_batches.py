@@ -135,6 +135,7 @@ class Policies:
     offload_dir: None = None
     finds_gradients: bool = False
     num_batches: int = 1
+    budget_bytes: int = 0
     peak_bytes: int = 0
     offloads: bool = False
     reserved_bytes: None = None
