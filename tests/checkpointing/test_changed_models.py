@@ -173,6 +173,7 @@ def test_what_fsdp_gathers_in_another_type_is_not_said():
         plan.apply(model, plan.make_mesh("cpu"))
         for _ in range(2):  # warnings fail tests
             model(x).float().square().sum().backward()
+            model.zero_grad()
         model.register_buffer("large", torch.ones(1000))
         with pytest.warns(UserWarning, match="model itself got other parameters or b"):
             model(x)
