@@ -20,6 +20,7 @@ from autosac import _compat_dispatch, _compat_fakes
 from autosac._compat_distributed import sharded_types
 from autosac.checkpointing.after_steps import AfterSteps
 from autosac.checkpointing.stand_ins import is_in
+from autosac.checkpointing.training_habits import Planned
 from autosac.pytrees import held_tensors, module_tensors
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
@@ -30,29 +31,6 @@ _MOST_STEPS = 4  # are looked at,
 _MOST_CALLS = 2  # and calls of the model in each of them
 _MOST_OBJECTS = 2_000_000  # of Python, which takes a second
 _LITTLE = 0.01  # of the budget: so little is not said
-
-
-class Followed(Protocol):
-    """A plan.
-
-    Attributes:
-        budget_bytes: The cap on its peak,
-        peak_bytes: and the peak.
-        composition: What that is made of, in bytes.
-        offloads: It moves anything to far memory.
-        reserved_bytes: What a GPU's allocator reserves; None on the CPU.
-    """
-
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def peak_bytes(self) -> int: ...
-    @property
-    def composition(self) -> dict[str, int]: ...
-    @property
-    def offloads(self) -> bool: ...
-    @property
-    def reserved_bytes(self) -> int | None: ...
 
 
 class Follows(Protocol):
@@ -66,7 +44,7 @@ class Follows(Protocol):
     module: torch.nn.Module
 
     @property
-    def followed(self) -> Followed | None: ...
+    def followed(self) -> Planned | None: ...
 
 
 class _Held(NamedTuple):
@@ -104,9 +82,6 @@ class HeldMemory(AfterSteps[Follows]):
         self._left: list[_Held] = []  # and after the step
         self._num_steps = self._num_calls = 0
 
-    def __getstate__(self) -> None:
-        """Copies do not look."""
-
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the model begins."""
         forward = self.forward()
@@ -115,6 +90,11 @@ class HeldMemory(AfterSteps[Follows]):
         if _is_divided(forward.module):
             self.is_done = True
             return
+        self._num_calls += 1
+        looks = self._num_calls <= _MOST_CALLS and self._num_steps < _MOST_STEPS
+        self.is_done = self._num_steps == _MOST_STEPS
+        if not (looks or self._left):
+            return
         inputs = held_tensors([args, kwargs], in_objects=False)
         own = module_tensors(forward.module)
         own += [one.grad for one in own if one.is_leaf and one.grad is not None]
@@ -122,9 +102,7 @@ class HeldMemory(AfterSteps[Follows]):
         if self._left:
             self._compare(forward, inputs, addresses_of(known))
             self._left = []
-        self.is_done = self.is_done or self._num_steps == _MOST_STEPS
-        self._num_calls += 1
-        if self.is_done or self._num_calls > _MOST_CALLS:
+        if self.is_done or not looks:
             return
         held = _all_tensors(known)
         if held is None:
@@ -184,7 +162,7 @@ class HeldMemory(AfterSteps[Follows]):
             self.is_done = True
             self._say(held, held_bytes, plan)
 
-    def _say(self, held: list[_Held], held_bytes: int, plan: Followed) -> None:
+    def _say(self, held: list[_Held], held_bytes: int, plan: Planned) -> None:
         sizes: Counter[torch.Size] = Counter()
         for one in held:
             sizes[one.shape] += one.nbytes

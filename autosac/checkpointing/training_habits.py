@@ -28,8 +28,8 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 _LITTLE = 0.01  # of the planned peak: so little is not said
 
 
-class Facts(Protocol):
-    """What a plan knows of its step; None for what it does not know.
+class Planned(Protocol):
+    """A plan for batches of some signatures; None for what it does not know.
 
     Attributes:
         finds_gradients: Those of earlier steps are there as it begins.
@@ -45,6 +45,15 @@ class Facts(Protocol):
         offloads: It moves anything to far memory.
         reserved_bytes: What a GPU's allocator reserves; None on the CPU.
         op_policies: What its units do.
+        signatures: Of the batches that it is for.
+        opening: Names of the first ops of forward, up to the one that tells it from
+            the other plans for such batches, or '' where one of their units begins;
+            empty if nothing tells.
+        offload_dir: Directory of the CPU's far memory.
+        far_state_bytes: Bytes of the optimizer's state that lie in far memory.
+        budget_bytes: The cap on its peak.
+        composition: What its peak is made of, in bytes, the optimizer's state by
+            itself.
     """
 
     @property
@@ -72,40 +81,19 @@ class Facts(Protocol):
     @property
     def reserved_bytes(self) -> int | None: ...
     @property
-    def op_policies(self) -> tuple[Any, ...]: ...
-
-
-class Planned(Facts, Protocol):
-    """A plan for batches of some signatures.
-
-    Attributes:
-        op_policies: What its units do.
-        signatures: Of the batches that it is for.
-        opening: Names of the first ops of forward, up to the one that tells it from
-            the other plans for such batches, or '' where one of their units begins;
-            empty if nothing tells.
-        offload_dir: Directory of the CPU's far memory.
-        far_state_bytes: Bytes of the optimizer's state that lie in far memory.
-        budget_bytes: The cap on its peak.
-        composition: What its peak is made of, in bytes, the optimizer's state by
-            itself.
-    """
-
-    @property
-    def budget_bytes(self) -> int: ...
-    @property
-    def far_state_bytes(self) -> int: ...
-    @property
-    def composition(self) -> dict[str, int]: ...
-
-    @property
-    def offload_dir(self) -> str | None: ...
-    @property
     def op_policies(self) -> tuple[OpPolicy, ...]: ...
     @property
     def signatures(self) -> tuple[BatchSignature, ...]: ...
     @property
     def opening(self) -> tuple[str, ...]: ...
+    @property
+    def offload_dir(self) -> str | None: ...
+    @property
+    def far_state_bytes(self) -> int: ...
+    @property
+    def budget_bytes(self) -> int: ...
+    @property
+    def composition(self) -> dict[str, int]: ...
 
 
 def _ambient(device_type: str) -> tuple[Any, ...] | None:
@@ -135,7 +123,7 @@ class TrainingHabits:
     def __init__(
         self,
         model: torch.nn.Module,
-        plan: Facts,
+        plan: Planned,
         *,
         finds_gradients: bool,
         trains_all: bool,
@@ -167,7 +155,7 @@ class TrainingHabits:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         device_type: str,
-        plan: Callable[[], Facts | None],
+        plan: Callable[[], Planned | None],
     ) -> Any:
         """Run forward.
 
@@ -209,8 +197,8 @@ class TrainingHabits:
         return output
 
     def _planned(
-        self, device_type: str, plan: Callable[[], Facts | None]
-    ) -> Facts | None:
+        self, device_type: str, plan: Callable[[], Planned | None]
+    ) -> Planned | None:
         """The plan that was followed; None if it says nothing of a step like this."""
         followed = None if self._autocast.has_warned else plan()
         if followed is None or not followed.num_batches or followed.offloads:
@@ -220,7 +208,7 @@ class TrainingHabits:
         return followed
 
     def _room(
-        self, device_type: str, plan: Callable[[], Facts | None]
+        self, device_type: str, plan: Callable[[], Planned | None]
     ) -> Headroom | None:
         """What the plan that was followed has room for; None if it does not say."""
         followed = self._planned(device_type, plan)

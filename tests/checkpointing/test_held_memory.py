@@ -115,7 +115,7 @@ def test_weights_that_sharpness_aware_steps_keep_are_said():
     assert said_bytes(caught) == pytest.approx(WEIGHTS, rel=0.01)
 
 
-def test_activations_that_a_hook_keeps_of_every_step_are_said():
+def test_what_a_loop_gathers_in_every_step_is_said():
     _, model = planned()
     kept = []
 
