@@ -172,6 +172,12 @@ def test_state_holds_everything_a_step_changes():
     }
 
 
+def test_states_of_the_same_streams_are_equal_by_any_comparison():
+    first, second = (capture_state(*trained()) for _ in range(2))
+    for name in ("random state of Python", "random state of NumPy"):
+        assert torch.equal(first[name], second[name])
+
+
 def test_state_is_a_copy():
     model, optimizer, loss = trained()
     state = capture_state(model, optimizer, loss)
