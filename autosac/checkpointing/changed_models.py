@@ -174,6 +174,6 @@ def warn_of_changed(changed: dict[str, str]) -> None:
     more = f", and {len(others)} more modules changed" if others else ""
     warn(
         f"{which} {what} after a plan was applied{more}. The plan knows nothing of it,"
-        " and the peak may be above the budget. Call `plan.unapply(model)` and plan"
-        " again."
+        " and the peak may be above the budget. Call `plan.unapply(model)` (of a model"
+        " that ranks divide: make it anew) and plan again."
     )

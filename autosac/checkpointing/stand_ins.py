@@ -203,7 +203,7 @@ def warn_of_replaced(which: str) -> None:
     """
     warnings.warn(
         f"{which} was replaced after a plan was applied: nothing of it is"
-        " recomputed, and the planned peak no longer holds. Call `plan.unapply(model)`,"
-        " replace it, and plan again.",
+        " recomputed, and the planned peak no longer holds. Call `plan.unapply(model)`"
+        " (of a model that ranks divide: make it anew), replace it, and plan again.",
         stacklevel=3,
     )
