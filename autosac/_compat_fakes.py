@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -41,10 +41,23 @@ def fake_mode(*, plain: bool = False) -> FakeTensorMode:
     Args:
         plain: Autograd takes its fakes for plain tensors: see `autosac._compat_plain`.
     """
+    _start_autograd()
     mode = _FakeMode(allow_non_fake_inputs=True)
     mode.cache_enabled = False
     vars(mode)["autosac_plain"] = plain
     return mode
+
+
+@cache
+def _start_autograd() -> None:
+    """Let the first backward pass of a process be a real one.
+
+    A fake mode gives PyTorch without a GPU something that stands for one, and autograd
+    starts a thread for each GPU with its first backward pass. No process that is forked
+    behind that could run another.
+    """
+    with no_modes(), torch.inference_mode(False), torch.enable_grad():
+        torch.ones((), device="cpu", requires_grad=True).backward()
 
 
 def has_layout_only(mode: Any, tensor: torch.Tensor) -> bool:

@@ -62,3 +62,28 @@ def test_texts_and_files_of_plans_are_those_of_another_process(tmp_path):
     assert json.loads(ended.stdout) == [of_ops(), [*of_steps()]]
     assert other.read_bytes() == own.read_bytes()
     assert [path.name for path in other.parent.iterdir()] == ["plan.json"]
+
+
+_FORK = """
+import os, torch, autosac
+model = torch.nn.Linear(3, 3)
+autosac.profile(model, torch.ones(1, 3), loss_fn=torch.sum)
+child = os.fork()
+if not child:
+    try:
+        model(torch.ones(1, 3)).sum().backward()
+    except RuntimeError as error:
+        print(error, flush=True)
+        os._exit(1)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="PyTorch forbids it with a GPU")
+def test_a_process_that_is_forked_after_planning_can_train():
+    ended = subprocess.run(
+        [sys.executable, "-c", _FORK], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -39,6 +39,8 @@ from autosac.checkpointing.stand_ins import (
 from autosac.checkpointing.streamed_tensors import StreamedForward
 from autosac.units.policies import OpPolicy
 
+_Kind = tuple[int, tuple[bool, ...]]
+
 _MOST_LOSSES = 3  # batches that differ have lost as often: look at every op then
 
 
@@ -66,12 +68,13 @@ class CheckpointedForward(StandIn):
         self.policies = {policy.call_index: policy for policy in policies}
         self.step = step
         self.snapshots = Snapshots(module)
-        self.programs: dict[int, tuple[Program, int]] = {}
-        self.as_planned: set[int] = set()  # calls that last did what their plan expects
+        self.parameters: tuple[torch.nn.Parameter, ...] = ()  # when last recorded
+        self.programs: dict[_Kind, tuple[Program, int]] = {}
+        self.as_planned: set[_Kind] = set()  # which last did what their plan expects
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has learned nothing yet.
-        return {**vars(self), "programs": {}, "as_planned": set()}
+        return {**vars(self), "parameters": (), "programs": {}, "as_planned": set()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         may_compile = torch.compiler.is_compiling() and torch.is_grad_enabled()
@@ -87,10 +90,11 @@ class CheckpointedForward(StandIn):
             warn_of_transform(self.fqn)
             return forward(*args, **kwargs)
 
-        program, losses = self.programs.get(policy.call_index, (None, 0))
+        tensors = leaves([*args, *kwargs.values()], torch.Tensor)
+        kind = self._kind(policy, tensors)
+        program, losses = self.programs.get(kind, (None, 0))
         if not losses == self.step.losses < _MOST_LOSSES:
             program = None
-        tensors = leaves([*args, *kwargs.values()], torch.Tensor)
         if policy.chain or policy.far:
             source = self._source(policy, (args, kwargs))
         else:
@@ -114,8 +118,17 @@ class CheckpointedForward(StandIn):
         if isinstance(mode, KnownMode):
             self.step.losses += mode.lost
         else:
-            self._learn(mode)
+            self.parameters = tuple(self.module.parameters())
+            self._learn(mode, self._kind(policy, tensors))
         return output
+
+    def _kind(self, policy: OpPolicy, tensors: list[torch.Tensor]) -> _Kind:
+        """Which call it is, and which tensors and parameters it trains.
+
+        Autograd saves nothing of the same ops where all of them are frozen.
+        """
+        trained = (tensor.requires_grad for tensor in (*tensors, *self.parameters))
+        return policy.call_index, tuple(trained)
 
     def _recording(self, record: Record, forward: Callable[..., Any]) -> RecordingMode:
         """The dispatch mode that records all of a call."""
@@ -124,19 +137,18 @@ class CheckpointedForward(StandIn):
         record.code = Code(forward, mode.history, attributes, Present())
         return mode
 
-    def _learn(self, mode: RecordingMode) -> None:
-        """Remember the ops of a call.
+    def _learn(self, mode: RecordingMode, kind: _Kind) -> None:
+        """Remember the ops of a call of a kind.
 
         It must have gone as planned to the end twice in a row: a model may change
         itself in its first step, and a layer that is dropped ends early.
         """
-        index = mode.record.policy.call_index
         if mode.record.code is not None or not mode.has_ended:
-            self.as_planned.discard(index)
-        elif index in self.as_planned:
-            self.programs[index] = (Program(mode), self.step.losses)
+            self.as_planned.discard(kind)
+        elif kind in self.as_planned:
+            self.programs[kind] = (Program(mode), self.step.losses)
         else:
-            self.as_planned.add(index)
+            self.as_planned.add(kind)
 
     def _source(self, policy: OpPolicy, arguments: Any) -> Source:
         """The source of a call's arguments that keeps few of them or none."""

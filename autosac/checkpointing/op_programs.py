@@ -41,13 +41,14 @@ class Program:
             to,
         place: and the place of the first op that it sees.
         switches: After how many it begins or may end,
-        may_end: and whether it may before the unit does.
+        may_end: and whether it may before the unit does;
+        num_packed: how many it saves in all.
         unseen: Ops that are only run, by their places; None for others.
     """
 
     __slots__ = (
-        *("first", "funcs", "kinds", "last", "may_end", "place", "start", "switches"),
-        "unseen",
+        *("first", "funcs", "kinds", "last", "may_end", "num_packed", "place", "start"),
+        *("switches", "unseen"),
     )
 
     def __init__(self, mode: RecordingMode) -> None:
@@ -74,6 +75,7 @@ class Program:
         ]
         self.start = 0 if seen else -1
         self.place = 0
+        self.num_packed = len(mode.packs)
         packs = list(enumerate(mode.packs, start=1))
         for number, place in packs:
             if 0 <= place <= self.first:
@@ -134,6 +136,8 @@ class KnownMode(_compat.PlainDispatchMode, sees_autocast=True):
         program = self.program
         if program.first >= 0 and self._place <= program.last and not self.lost:
             self._lose("its end")
+        if self.num_packed > program.num_packed:
+            self._lose("autograd saves more")
         if self.record.missed and self.record.lacks():
             self._lose("backward reads what it did not read before")
         if self.record.policy.chain:

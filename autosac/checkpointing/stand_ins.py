@@ -190,7 +190,8 @@ def warn_of_call(fqn: str) -> None:
             f"AC unit `{fqn}` is called outside of the planned model's `forward`: what"
             " that takes is not in the plan, and the peak may be above the budget. Let"
             " the model's `forward` make the call, too, and plan that; or call it under"
-            " `torch.no_grad()`."
+            " `torch.no_grad()`. Where another model has this module now, call"
+            " `plan.unapply(model)` and plan that one."
         )
     warn(message)
 
