@@ -310,7 +310,7 @@ def test_a_choice_that_breaks_the_budget_by_a_block_moves_to_a_unit_that_is_alik
     assert recompute_ms(mended) == recompute_ms(choice) > 0
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("less", [2**12, 2**16, 2**20, 2**22, 2**24])
 @pytest.mark.parametrize("setting", ["h100", "cpu bf16", "h100 bf16"])
 def test_a_mended_choice_costs_no_more_than_the_cheapest_of_the_moves_that_are_tried(

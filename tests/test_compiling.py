@@ -303,7 +303,7 @@ def dropout_limits(one_thread_throughout):
     return limits("dropout", "aot_eager")
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize(
     ("kind", "strategy"), [("dropout", "milp"), ("convolutions", "capuchin")]
 )

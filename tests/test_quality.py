@@ -9,12 +9,12 @@ import autosac
 from benchmarks import house
 
 ROOT = Path(__file__).parents[1]
-_SLOW = pytest.mark.slow
+_SLOWEST = pytest.mark.slowest
 
 
 @pytest.mark.parametrize(
     "tool",
-    ["ruff check .", "ruff format --check .", pytest.param("mypy", marks=_SLOW)],
+    ["ruff check .", "ruff format --check .", pytest.param("mypy", marks=_SLOWEST)],
     ids=str,
 )
 def test_the_repository_is_clean(tool):

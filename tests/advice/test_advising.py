@@ -229,7 +229,7 @@ def test_bf16_parameters_are_those_of_a_copy(in_groups):
         assert torch.equal(value, before[name])
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_fsdp_has_the_figures_of_the_plan_for_the_fewest_gpus_that_fit(options):
     profile = profiled(device="h100", **options)

@@ -159,7 +159,7 @@ def test_devices_reach_what_the_committed_page_says_was_fitted():
             assert share in (None, f"{spec.matmul_efficiency[dtype]:.2f}")
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_checkpointing_saves_what_was_published():
     published = predict.figures()["checkpointed"]["gib"]
     predicted = checkpointed.predicted_gib()

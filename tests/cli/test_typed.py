@@ -195,7 +195,7 @@ def test_what_a_full_disk_does_not_take_is_named(option):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("option", [(), ("--json",)])
 def test_a_full_standard_output_is_named(option):
     command = [sys.executable, "-m", "autosac", "devices", *option]

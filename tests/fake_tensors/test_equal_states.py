@@ -46,7 +46,7 @@ def test_all_of_pytorchs_optimizers_keep_their_state_only_and_no_other_may():
     assert not keeps_state_only(hooked(weights))
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow_but_fifth
 @pytest.mark.parametrize("in_backward", [True, False])
 @pytest.mark.parametrize("device", [None, "h100"])
 @pytest.mark.parametrize(

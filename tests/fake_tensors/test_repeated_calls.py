@@ -477,7 +477,7 @@ def test_what_is_kept_for_later_traces_is_bounded(mode, monkeypatch):
         assert len(results.of_calls) == num_kept
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow_but_fifth
 @each_case
 def test_a_tape_without_repeated_calls_is_the_same(case, monkeypatch):
     known = shared_profile(case, torch.optim.AdamW).tape

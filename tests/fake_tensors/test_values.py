@@ -55,6 +55,7 @@ def events(tape):
 
 
 @pytest.mark.slow
+@pytest.mark.slow_but_fifth
 @each_case
 def test_a_real_trace_is_the_trace_of_fakes(case):
     on_fakes = shared_profile(case, torch.optim.AdamW)

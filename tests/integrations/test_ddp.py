@@ -20,6 +20,7 @@ def _ranks(function):
     return run_ranks(function, 2, timeout_s=_TIMEOUT_S)
 
 
+@pytest.mark.slowest
 @needs_compiler
 def test_tables_of_a_static_graph_are_counted():
     # 8 parameter tensors: 64 bytes.
@@ -28,6 +29,7 @@ def test_tables_of_a_static_graph_are_counted():
         assert is_equal
 
 
+@pytest.mark.slowest_but_first
 @needs_compiler
 @pytest.mark.parametrize("kind", ["mean_of_all", "reducing"])
 def test_a_loss_or_an_optimizer_that_talks_to_others_is_planned_without_them(kind):

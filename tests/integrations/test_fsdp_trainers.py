@@ -59,7 +59,7 @@ def _check_refused(told, sentence):
     assert sentence in message
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @needs_compiler
 def test_what_cannot_be_planned_is_said_in_all_ranks(tmp_path):
     pytest.importorskip("transformers")

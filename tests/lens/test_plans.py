@@ -180,7 +180,7 @@ def test_backward_reaches_every_parameter():
 each_model = pytest.mark.parametrize("name", ["gpt", "convolutions", "llama"])
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow_but_fifth
 @each_model
 @pytest.mark.parametrize("autocast", [None, BFLOAT16], ids=str)
 @pytest.mark.parametrize("device", [A100, H100], ids=lambda device: device.name)

@@ -56,7 +56,7 @@ def test_ranks_measure_their_links_and_agree(tmp_path):
     assert "`cluster` has 14 GPUs, and the process group 2 ranks" in answers[0][1]
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_each_level_of_the_mesh_is_measured(tmp_path):
     answers = _run_ranks(2, 2, tmp_path)
     asked = cluster_spec("pcie-l40s").fabric

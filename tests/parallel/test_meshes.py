@@ -452,7 +452,7 @@ def test_ranks_that_must_draw_alike_have_one_seed():
     run_ranks(_with_other_seeds, 2)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.skipif(allocator_shim.library() is None, reason="needs a C compiler")
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")  # oneDNN is switched off
 def test_real_ranks_keep_cap_prediction_and_gradients(short_models):

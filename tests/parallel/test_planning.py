@@ -114,7 +114,7 @@ def test_ranks_leave_room_for_what_a_router_learns(routed):
     assert best.peak_bytes + room.margin_bytes(best.chosen) <= budget_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_planned_ranks_keep_the_cap_and_train_as_one_process(
     traced, chooser, lowest_bytes
 ):

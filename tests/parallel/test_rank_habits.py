@@ -267,6 +267,7 @@ AS_PLANNED = {
 }
 
 
+@pytest.mark.slowest_but_first
 @pytest.mark.parametrize("case", AS_PLANNED)
 def test_nothing_is_said_of_what_is_planned(case):
     options, step = AS_PLANNED[case]

@@ -360,7 +360,7 @@ def test_no_micro_batch_takes_less_than_its_bound(monkeypatch):
     assert 0 < max(shares) <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
 def test_real_ranks_with_parts_keep_cap_prediction_and_gradients(short_models):
     # `benchmarks.stage_mesh_ranks` has more models, and those with slices besides.

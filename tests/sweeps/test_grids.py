@@ -413,7 +413,7 @@ def test_threads_of_one_process_give_the_same(result):
         assert autosac.sweep_grid(make_step, GRID, n=3, n_jobs=3) == result
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_processes_give_the_same_rows_and_a_dead_worker_costs_one_cell(
     result, tmp_path
 ):
