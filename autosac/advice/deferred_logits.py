@@ -127,7 +127,8 @@ class DeferredLogits:
 
 def _unknown(what: str) -> UnsupportedError:
     return UnsupportedError(
-        f"The loss does more with the logits than `cross_entropy` of them: {what}."
+        "What the last linear layer makes is not given to `cross_entropy` alone:"
+        f" {what}."
     )
 
 

@@ -82,11 +82,15 @@ class Estimate(Summarized):
             and not device.isdigit()  # "4090" is meant for a name
         ):
             return parse_bytes(device, total_bytes=own_bytes, name="device")
-        spec = spec_of(device)
+        try:
+            spec = spec_of(device)
+        except ArgumentError as error:
+            known = f"{error} An amount of memory has a unit, such as '80GiB'."
+            raise ArgumentError(known) from None
         if _kernels(spec) != _kernels(self.device):
             raise ArgumentError(
                 f"The estimate is for {self.device.name}, and {spec.name} runs other"
-                f" kernels; estimate again with `device`={spec.name!r}."
+                f" kernels; profile the step for {spec.name}, and estimate that."
             )
         return spec.memory_bytes
 

@@ -123,6 +123,8 @@ def test_a_report_without_a_model_refuses_options_of_a_step(planned, option):
         (["plan", MLP, "-b", "1GiB", "-o", "."], ". is a folder: name a file."),
         (["sweep", MLP, "-o", "x.foo"], "--out x.foo must end in"),
         (["estimate", MLP, "--fits", "foo"], "--fits foo is not a known device"),
+        (["estimate", MLP, "--fits", "0"], "has a unit, such as '80GiB'"),
+        (["estimate", MLP, "--fits", "h100"], "profile the step for h100"),
         (["compile", MLP, "-b", "1GiB", "--backend", "foo"], "--backend must be"),
         (["parallel", MLP, "-b", "1GiB", "--cluster", "foo"], "--cluster foo is not"),
     ],

@@ -173,7 +173,7 @@ def test_fits_compares_with_devices_and_amounts(gpt):
 
 
 def test_a_device_of_other_kernels_is_refused(gpt):
-    with pytest.raises(ValueError, match="estimate again with `device`='h100'"):
+    with pytest.raises(ValueError, match="profile the step for h100, and estimate"):
         autosac.estimate(gpt).fits("h100")
     with pytest.raises(ValueError, match="not a known device"):
         autosac.estimate(gpt).fits("h1000")
