@@ -44,6 +44,8 @@ class Learned:
         num_updates: Training steps that come before it.
         num_later_updates: Steps of the optimizer between its first and the one that is
             traced; None if that is not known.
+        condition: What its optimizer reads where that asks for a condition on values
+            which nobody has, as the step cannot run; None until it does.
         redrawn: Its tapes with other seeds and updates, if these decide sizes.
     """
 
@@ -60,6 +62,7 @@ class Learned:
     draws_extremes: bool = False
     num_updates: int = 0
     num_later_updates: int | None = None
+    condition: bool | None = None
     redrawn: list[Tape] = field(default_factory=list)
 
 

@@ -194,10 +194,10 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
             return args[0].device
         if _compat.op_name(func) in WAITS:
             return args[0]
-        if self.phase == "optimizer" and func is _compat.ITEM:
-            # Step counts are read as numbers; no size depends on them but that RAdam
-            # does more after the first few. At 1, NAdam would divide by zero.
-            return 1000.0 if args[0].is_floating_point() else 1000
+        if func is _compat.ITEM and self.phase == "optimizer":
+            number = self._assumed(args[0])
+            if number is not None:
+                return number
         if id(func) in _compat.METADATA_IDS:
             return func(*args, **kwargs)
         if self.muted:
@@ -425,6 +425,16 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
     def _is_count(self, func: Any, args: Any) -> bool:
         """Whether a number becomes a tensor whose value nobody reads: see ITEM."""
         return self.phase == "optimizer" and func is _LITERAL and not args[0].dim()
+
+    def _assumed(self, tensor: torch.Tensor) -> bool | int | float | None:
+        """What an optimizer reads from a tensor, None if its own values must do.
+
+        Step counts are read as numbers; no size depends on them but that RAdam does
+        more after the first few. At 1, NAdam would divide by zero.
+        """
+        if tensor.dtype is torch.bool:
+            return None if self.is_real else self.learned.condition
+        return 1000.0 if tensor.is_floating_point() else 1000
 
     def _module(self) -> int:
         """Index of the module that the running op belongs to."""

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from autosac import (
+    _compat,
     _compat_compiler,
     _compat_dispatch,
     _compat_distributed,
@@ -245,6 +246,11 @@ def _run_on(
             is_final = mode is None or _compat_compiler.is_of_compiled_code(error)
             if step.is_present and not is_final:
                 step.learned.real = True  # values decide, or a fake kernel refuses
+                raise Retrace from error
+            asks_for_value = isinstance(error, _compat.TRACE_ERRORS)
+            is_first = recorder.phase == "optimizer" and step.learned.condition is None
+            if asks_for_value and is_first:
+                step.learned.condition = True
                 raise Retrace from error
             failure = explanation(error, recorder.place(), step.compute_dtype)
             raise TraceError(failure, fqn=recorder.fqn) from error

@@ -6,6 +6,7 @@ or other threads may make it do something else.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from collections.abc import Callable, Collection
@@ -17,6 +18,7 @@ import torch
 
 from autosac import _compat_compiler
 from autosac.errors import TraceError
+from autosac.step.arguments import warn
 from autosac.step.tape import Tape
 from autosac.tracing import draws
 from autosac.tracing.probing import DRAWS
@@ -38,7 +40,7 @@ def trace(step: Step) -> Tape:
         TraceError: The step cannot run, or not without data; names the module and line.
     """
     try:
-        tape = trace_once(step)
+        tape = _of_largest_condition(step)
         drawn = draws.may_decide(tape)
         trained = _trains(step) and draws.training_may_decide(tape)
         if not drawn and not trained:
@@ -59,6 +61,31 @@ def trace(step: Step) -> Tape:
         tape, *step.learned.redrawn = tapes
     finally:
         let_go_of_copies(step, after_each=False)
+    return tape
+
+
+def _of_largest_condition(step: Step) -> Tape:
+    """Run the step once; where its optimizer asks for values that nobody has, twice.
+
+    Each run has one answer to all that it asks, and the one that takes more counts.
+    """
+    tape = trace_once(step)
+    learned = step.learned
+    if learned.condition is None or learned.real:
+        return tape
+    warn(
+        "`optimizer` reads conditions from tensors, which only a real step has: what it"
+        " does if all of them hold is planned, or if none does, whichever takes more."
+        " Leave some of the budget free, or pass a real model and a real batch, on the"
+        " device that is planned for."
+    )
+    as_held = learned.condition, learned.num_later_updates
+    learned.condition, learned.num_later_updates = not learned.condition, None
+    with contextlib.suppress(TraceError):  # no real step does that
+        other = trace_once(step)
+        if draws.plain_peak_bytes(other) > draws.plain_peak_bytes(tape):
+            return other
+    learned.condition, learned.num_later_updates = as_held
     return tape
 
 

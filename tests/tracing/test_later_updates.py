@@ -169,3 +169,66 @@ def test_an_optimizer_that_keeps_more_and_more_is_refused():
 
     with pytest.raises(UnsupportedError, match=r"more with every step,.* 401"):
         autosac.profile(model, torch.randn(2, 4), optimizer=optimizer, loss_fn=loss_fn)
+
+
+class Conditional(torch.optim.Optimizer):
+    """Takes copies of all gradients if their sum is zero, or only if it is not."""
+
+    def __init__(self, parameters, if_zero):
+        super().__init__(parameters, {})
+        self.if_zero = if_zero
+
+    @torch.no_grad()
+    def step(self):
+        parameters = [p for p in self.param_groups[0]["params"] if p.grad is not None]
+        total = torch.tensor([0.0])
+        for parameter in parameters:
+            total.add_(parameter.grad.abs().sum())
+        if (total == 0) == self.if_zero:
+            copies = [parameter.grad.clone() for parameter in parameters]
+            copies = [copy.mul(2) for copy in copies] + copies
+            del copies
+        for parameter in parameters:
+            parameter.add_(parameter.grad, alpha=-RATE)
+
+
+@pytest.mark.parametrize("if_zero", [True, False])
+def test_what_values_decide_in_an_optimizer_is_what_they_really_decide(if_zero):
+    model, x = nn.Linear(64, 64), torch.randn(2, 64)
+    optimizer = Conditional(model.parameters(), if_zero)
+    profile = autosac.profile(model, x, optimizer=optimizer, loss_fn=loss_fn)
+
+    def make_step():
+        model, x = nn.Linear(64, 64), torch.randn(2, 64)
+        optimizer = Conditional(model.parameters(), if_zero)
+
+        def step():
+            training_step(model, (x,), {}, loss_fn=loss_fn, optimizer=optimizer)
+            model.zero_grad()
+
+        return step
+
+    peak_bytes = profile.baseline_peak_bytes
+    assert 0 <= peak_bytes - max(peaks_of_training(make_step, 3)) <= 64
+
+
+def test_of_what_values_decide_in_an_optimizer_that_cannot_run_the_most_is_planned():
+    width, peaks = 4096, []
+    for if_zero in (True, False):
+        with torch.device("meta"):
+            model, x = nn.Linear(width, width), torch.empty(2, width)
+        optimizer = Conditional(model.parameters(), if_zero)
+        with pytest.warns(UserWarning, match="reads conditions from tensors"):
+            profile = autosac.profile(
+                model, x, device="h100", optimizer=optimizer, loss_fn=loss_fn
+            )
+        peaks.append(profile.baseline_peak_bytes)
+    plain = autosac.profile(
+        model,
+        x,
+        device="h100",
+        optimizer=torch.optim.SGD(model.parameters()),
+        loss_fn=loss_fn,
+    )
+
+    assert peaks[0] == peaks[1] > plain.baseline_peak_bytes + width * width * 4
