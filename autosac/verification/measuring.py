@@ -157,11 +157,16 @@ def capture_state(
 
 
 def _state_leaves(optimizer: AnyOptimizer) -> list[tuple[Any, str, Any]]:
+    """Leaves of its state, by parameter; MADGRAD has a tensor there by a name."""
     return [
         (parameter, keystr(path), leaf)
         for parameter, state in optimizer.state.items()
-        for path, leaf in tree_flatten_with_path(dict(state))[0]
+        for path, leaf in tree_flatten_with_path(_plain(state))[0]
     ]
+
+
+def _plain(state: Any) -> Any:
+    return dict(state) if isinstance(state, Mapping) else state
 
 
 def _optimizer_entries(
@@ -170,11 +175,13 @@ def _optimizer_entries(
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     entries = []
     for parameter, path, leaf in _state_leaves(optimizer):
-        owner = names.get(id(parameter), "another parameter")
+        is_name = isinstance(parameter, str)
+        owner = parameter if is_name else names.get(id(parameter), "another parameter")
         if isinstance(leaf, (bool, int, float)):
             leaf = torch.tensor(leaf)
         if isinstance(leaf, torch.Tensor):
-            entries.append((f"optimizer state {path} of {owner}", leaf))
+            place = f"optimizer state {path}".rstrip()
+            entries.append((f"{place} of {owner}", leaf))
     return entries
 
 

@@ -172,6 +172,20 @@ def test_state_holds_everything_a_step_changes():
     }
 
 
+class Counting(torch.optim.SGD):
+    """Has a number of all parameters in its state, by a name, as MADGRAD does."""
+
+    def step(self, closure=None):
+        self.state["k"] = self.state.get("k", torch.zeros(1)) + 1
+        return super().step(closure)
+
+
+def test_what_an_optimizer_keeps_by_a_name_is_state():
+    model, optimizer, loss = trained(optimizer_class=Counting)
+    state = capture_state(model, optimizer, loss)
+    assert state["optimizer state of k"] == 1
+
+
 def test_states_of_the_same_streams_are_equal_by_any_comparison():
     first, second = (capture_state(*trained()) for _ in range(2))
     for name in ("random state of Python", "random state of NumPy"):
