@@ -20,6 +20,8 @@ OF_FULLY_SHARD = {
 }
 # Ops to which DTensor gives all of an operand on each rank.
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"})
+# Ops that DTensor refuses: to assign to selected elements, and to copy lists.
+_ASSIGNS, _COPIES = "index_put_", "_foreach_copy_"
 
 
 def check_step(profile: Profile) -> None:
@@ -28,8 +30,8 @@ def check_step(profile: Profile) -> None:
     Raises:
         ValueError: The trace begins with gradients of earlier steps.
         UnsupportedError: The step steps its optimizer in backward, has a scalar
-            parameter, or optimizer state that is not shaped like its parameter; or its
-            optimizer multiplies matrices.
+            parameter, or optimizer state that is not shaped like its parameter; or as
+            `check_optimizer`.
     """
     if profile.step.finds_gradients:
         raise ValueError(
@@ -55,8 +57,31 @@ def check_step(profile: Profile) -> None:
                 " not known how that is sharded. Use an optimizer whose state is shaped"
                 " like its parameters."
             )
-    for op in profile.tape.ops:
-        if op.phase == "optimizer" and not _PRODUCTS.isdisjoint(op.name.split(".")):
+    check_optimizer(profile.tape)
+
+
+def check_optimizer(tape: Tape) -> None:
+    """Refuse an optimizer that does not step on distributed tensors as on whole ones.
+
+    Raises:
+        UnsupportedError: It multiplies matrices, or runs what distributed tensors
+            refuse.
+    """
+    shapes = {parameter.shape for parameter in tape.parameters}
+    states = {state for parameter in tape.parameters for state in parameter.states}
+    for op in tape.ops:
+        if op.phase != "optimizer":
+            continue
+        words = op.name.split(".")
+        assigns = _ASSIGNS in words and not shapes.isdisjoint(op.shapes)
+        if assigns or (_COPIES in words and not states.isdisjoint(op.writes)):
+            raise UnsupportedError(
+                f"The optimizer runs `{op.name}`, as Rprop does, which PyTorch refuses"
+                " to do to distributed tensors, and such FSDP2 makes of parameters. Use"
+                " another optimizer, such as AdamW, or DDP with"
+                " `autosac.plan_replicas`."
+            )
+        if not _PRODUCTS.isdisjoint(words):
             raise UnsupportedError(
                 f"The optimizer multiplies matrices (`{op.name}`), as Muon does, and"
                 " under FSDP2 gathers them for that from all ranks; how much of them"

@@ -16,6 +16,7 @@ from autosac.parallel import cp_tracing
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import ContextParallel, Method
 from autosac.parallel.formulating import Setting
+from autosac.parallel.fsdp_checks import check_optimizer
 from autosac.parallel.mesh_racing import (
     Division,
     Lost,
@@ -295,6 +296,8 @@ def _with_late(error: InfeasibleBudgetError, late: int) -> InfeasibleBudgetError
 
 
 def _check_step(profile: Profile) -> None:
+    """Refuse a step that ranks with slices do not run, or not as it is known."""
+    check_optimizer(profile.tape)  # first: the step of a rank fails otherwise
     if profile.step.clip_grad_norm is not None:
         raise UnsupportedError(
             "`clip_grad_norm` with tensor parallelism is not modelled, as PyTorch takes"
