@@ -350,8 +350,8 @@ def _run(cell: Planned) -> RankResult:
     recipe, plan = RECIPES[cell.model], cell.plan
     gc.collect()
     dist.barrier()  # which leaves something behind
-    mesh = plan.make_mesh("cpu")  # which is no part of a step: a number a rank
     before_bytes = allocator_shim.live_bytes()
+    mesh = plan.make_mesh("cpu")
     model = recipe.model()
     plan.apply(model, mesh)
     make = recipe.make_optimizer

@@ -48,6 +48,7 @@ class Setting:
             units; None for as many exact points as are soon solved.
         link: To far memory, as each rank has it; None if no unit may use that.
         host_bytes: Most bytes of a rank there; None for as many as one likes.
+        num_slices: Ranks that share slices, which stand in one place of the sharding.
     """
 
     param_dtype: str | None = None
@@ -56,6 +57,7 @@ class Setting:
     segments: int | None = None
     link: Link | None = None
     host_bytes: int | None = None
+    num_slices: int = 1
 
 
 class ParallelFormulation:
@@ -83,7 +85,9 @@ class ParallelFormulation:
         self, profile: Profile, setting: Setting, ranks: RankSimulator | None = None
     ) -> None:
         self.profile, self.setting = profile, setting
-        self.ranks = RankSimulator(profile) if ranks is None else ranks
+        if ranks is None:
+            ranks = RankSimulator(profile, num_slices=setting.num_slices)
+        self.ranks = ranks
         schedule = self.ranks.schedule
         index = profile.tape.modules.index
         fqns = setting.fsdp_units
@@ -161,6 +165,7 @@ class ParallelFormulation:
         """
         positions = self._positions
         live = self.ranks.base_by_tick(degree)
+        live += self.ranks.mesh_bytes(cluster.num_gpus)
         base = np.maximum.reduceat(live, self._cells.edges)
         modules = tuple(
             self._module(index, degree) for index in range(len(self.candidates))

@@ -61,6 +61,7 @@ from autosac.parallel.sharding import (
     Sharding,
     check_ac_units,
     chunk_numel,
+    mesh_bytes,
     owned_parameters,
 )
 from autosac.profiles.profile import Profile
@@ -113,6 +114,8 @@ class RankSimulator:
             does, and not on a GPU, as NCCL does not.
         adds_unsharded: Gradients of several micro-batches add up before they are
             reduced.
+        num_slices: Ranks of a whole mesh that each rank of a sharding stands for: those
+            that share slices. The mesh then counts as well; None if others count it.
 
     Raises:
         ValueError: The trace begins with gradients of earlier steps.
@@ -126,9 +129,10 @@ class RankSimulator:
         *,
         copies: bool | None = None,
         adds_unsharded: bool = False,
+        num_slices: int | None = None,
     ) -> None:
         check_step(profile)
-        self.profile = profile
+        self.profile, self._num_slices = profile, num_slices
         self.tape = _in_real_types(profile)
         same = self.tape is profile.tape
         self.simulator = profile.simulator if same else Simulator(self.tape)
@@ -228,27 +232,37 @@ class RankSimulator:
         born = np.concatenate([base.born * PLACES, sharded.born])
         end = base.end * PLACES
         died = np.concatenate([died, np.where(sharded.died < 0, end, sharded.died)])
+        mesh_bytes = self.mesh_bytes(sharding.num_ranks)
         ledger = Ledger(
             born=born,
             died=died,
             nbytes=np.concatenate([nbytes, sharded.nbytes]),
             end=end,
-            constant_bytes=base.constant_bytes,
+            constant_bytes=base.constant_bytes + mesh_bytes,
             stream=np.concatenate([np.zeros_like(base.born), sharded.stream]),
         )
         if workspaces and not self.how.on_cpu:
             left_over = excess_bytes(ledger, self._first_step, self._whole_sizes)
-            ledger = replace(ledger, constant_bytes=base.constant_bytes + left_over)
+            ledger = replace(ledger, constant_bytes=ledger.constant_bytes + left_over)
         timeline = ledger.timeline()
+        composition = self._composition(
+            ledger, timeline.peak_key, sharded, num_storages, len(base.nbytes)
+        )
+        if mesh_bytes:
+            composition["temporary"] -= mesh_bytes
+            composition["mesh"] = mesh_bytes
         return RankTimeline(
             keys=timeline.keys,
             live_bytes=timeline.live_bytes,
             rank=rank,
             ledger=ledger,
-            composition=self._composition(
-                ledger, timeline.peak_key, sharded, num_storages, len(base.nbytes)
-            ),
+            composition=composition,
         )
+
+    def mesh_bytes(self, num_ranks: int) -> int:
+        """What the mesh of a sharding of so many ranks holds, if that counts here."""
+        num_slices = self._num_slices or 0
+        return mesh_bytes(num_slices * num_ranks, self.profile.device.type)
 
     def base_by_tick(self, degree: int) -> IntArray:
         """Bytes alive on the first rank after every tick, whatever the units are.

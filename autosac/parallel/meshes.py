@@ -33,9 +33,9 @@ from autosac.parallel.tp_tracing import draws, exchange_ms, late_bytes, rank_pro
 from autosac.profiles.profile import Profile
 from autosac.quantities import format_bytes, format_parts
 
-# Profile, cluster of one rank of each group, budget, number that sharding degrees are
-# multiples of -> the best plan.
-MakePlan = Callable[[Profile, ClusterSpec, int, int], ParallelPlan]
+# Profile, cluster of one rank of each group that shares slices, budget, how ranks see
+# one batch together -> the best plan.
+MakePlan = Callable[[Profile, ClusterSpec, int, Division], ParallelPlan]
 
 
 def read_mesh(
@@ -235,7 +235,7 @@ def _planned(
 ) -> ParallelPlan:
     """The plan of one division."""
     if division.degree == 1:
-        return make_plan(profile, spec, budget_bytes, 1)
+        return make_plan(profile, spec, budget_bytes, division)
     tensor, context = parts_of(division)
     if tensor.degree > 1:
         tensor = replace(tensor, draws=draws(profile))
@@ -243,7 +243,7 @@ def _planned(
     rank = _rank_profile(profile, spec, division, setting)
     late = late_bytes(rank, tensor.degree) + cp_tracing.late_bytes(rank)
     try:
-        plan = make_plan(rank, others, budget_bytes - late, context.degree)
+        plan = make_plan(rank, others, budget_bytes - late, division)
     except InfeasibleBudgetError as error:
         raise _with_late(error, late) from error
     waits_ms = exchange_ms(rank, tensor.degree) + cp_tracing.exchange_ms(rank)

@@ -17,7 +17,7 @@ from autosac.errors import InfeasibleBudgetError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.context_parallel import Method, check_method
 from autosac.parallel.formulating import Setting
-from autosac.parallel.mesh_racing import TpPlan
+from autosac.parallel.mesh_racing import Division, TpPlan, parts_of
 from autosac.parallel.meshes import cheapest_mesh, multiples, read_mesh
 from autosac.parallel.plans import ParallelPlan
 from autosac.parallel.preparing import (
@@ -27,6 +27,7 @@ from autosac.parallel.preparing import (
     with_given_units,
 )
 from autosac.parallel.racing import make_parallel_plan
+from autosac.parallel.tp_styles import WHOLE
 from autosac.planning.make_plan import Offload, read_offload
 from autosac.profiles.profile import Profile
 from autosac.profiles.restricting import check_far_memory
@@ -140,10 +141,12 @@ def plan_parallel(
     host_bytes = read_host_budget(host_budget, offload=offload)
 
     def fastest(
-        profile: Profile, spec: ClusterSpec, budget_bytes: int, multiple: int
+        profile: Profile, spec: ClusterSpec, budget_bytes: int, division: Division
     ) -> ParallelPlan:
-        shards = multiples(degrees, multiple, spec)
-        profile, own = with_given_units(profile, setting, ac_units, fsdp_units)
+        tensor, context = parts_of(division)
+        shards = multiples(degrees, context.degree, spec)
+        own = replace(setting, num_slices=tensor.degree)
+        profile, own = with_given_units(profile, own, ac_units, fsdp_units)
         if offload == "auto":
             try:
                 return fastest_of(profile, own, spec, budget_bytes, shards)
@@ -178,7 +181,7 @@ def plan_parallel(
         return min(plans, key=lambda plan: plan.step_ms)
 
     if mesh_degrees == ((1,), (1,)):
-        return fastest(profile, spec, budget_bytes, 1)
+        return fastest(profile, spec, budget_bytes, WHOLE)
     return cheapest_mesh(
         profile,
         spec,

@@ -20,6 +20,7 @@ from autosac.step.modules import ModuleTree
 from autosac.step.tape import Parameter, Tape
 from autosac.units.unit import Unit
 
+_RANK_BYTES = 4  # of `DeviceMesh.mesh`, which lies on the CPU
 # Bytes of one element of the types that a mixed-precision policy may name.
 _ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -87,6 +88,11 @@ class Sharding:
         if self.replicate_degree > 1:
             return (self.replicate_degree, self.shard_degree)
         return (self.shard_degree,)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many there are of all."""
+        return prod(self.mesh_shape)
 
     @property
     def mesh_dim_names(self) -> tuple[str, ...]:
@@ -165,6 +171,11 @@ def fsdp_units(
     flag = reshard_after_forward
     units = [FsdpUnit(fqn=fqn, reshard_after_forward=flag) for fqn in fqns if fqn]
     return (*units, FsdpUnit(fqn="", reshard_after_forward=False))
+
+
+def mesh_bytes(num_ranks: int, device_type: str) -> int:
+    """What a mesh of so many ranks holds on each of them: a number for each."""
+    return _RANK_BYTES * num_ranks if device_type == "cpu" else 0
 
 
 def chunk_numel(parameter: Parameter, degree: int) -> int:
