@@ -33,6 +33,7 @@ from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.mesh_racing import divisions
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import fake_ranks
+from autosac.pipelines.besides import besides_bytes
 from autosac.pipelines.mesh_choosing import parts
 from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.planning import given_batch
@@ -190,7 +191,7 @@ class Trial:
                 race.schedule,
                 index,
                 {index: step},
-                besides_bytes=race.micro_batch.mesh_bytes(race.schedule.num_ranks),
+                besides_bytes=besides_bytes(race.micro_batch, race.schedule, index),
             )
             choices = sorted(_choices(step), key=itemgetter(0))
             self.num_choices += len(choices)

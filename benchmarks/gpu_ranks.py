@@ -168,7 +168,8 @@ def _measured(case: str, plan: autosac.ParallelPlan, device: str) -> dict[str, f
             model = MODELS[model_name]()
         plan.apply(model, mesh)
         optimizer = torch.optim.AdamW(model.parameters())
-        args, kwargs = plan.part_of(_batch(device), mesh)
+        batch = _batch(device)
+        args, kwargs = plan.part_of(batch, mesh)  # beside it, as in a loop
 
         def step() -> None:
             with loss_parallel() if plan.tensor.divides_loss else nullcontext():

@@ -357,9 +357,8 @@ def _run(cell: Planned) -> RankResult:
     make = recipe.make_optimizer
     assert make is not None
     optimizer = make(model.parameters())
-    args, kwargs = plan.part_of(
-        recipe.inputs(dist.get_rank() // plan.division.degree), mesh
-    )
+    batch = recipe.inputs(dist.get_rank() // plan.division.degree)
+    args, kwargs = plan.part_of(batch, mesh)  # beside it, as in a loop
     autocast = torch.bfloat16 if cell.types == AUTOCAST else None
     peaks = []
     for number in range(NUM_STEPS):

@@ -190,17 +190,19 @@ def _run(rank: int, job: Job) -> RankResult:
         runner = job.plan.schedule(stages, recipe.loss_fn)
     optimizers = [recipe.make_optimizer(m.parameters()) for m in modules.values()]
     number = schedule.num_micro_batches * job.num_shares
-    inputs, targets = (
-        tensor.chunk(job.num_shares)[share].clone()
-        for tensor in recipe.make_batch(number)
-    )
-    if job.plan is not None:
-        inputs, targets = (job.plan.part_of(own, mesh) for own in (inputs, targets))
-    args = (inputs,) if 0 in modules else ()
     is_last = schedule.num_stages - 1 in modules
-    del inputs
-    targets = targets if is_last else None
-    kwargs = {"target": targets} if is_last else {}
+    is_needed = 0 in modules, is_last
+    # What a stage needs of the batch is there beside the rank's part, as in a loop.
+    batch = [
+        tensor.chunk(job.num_shares)[share].clone()
+        for tensor, needed in zip(recipe.make_batch(number), is_needed, strict=True)
+        if needed
+    ]
+    given = batch
+    if job.plan is not None:
+        given = [job.plan.part_of(whole, mesh) for whole in batch]
+    args = tuple(given[:1]) if 0 in modules else ()
+    kwargs = {"target": given[-1]} if is_last else {}
     first_losses, gradients = [], {}
     peaks = []
     divides_loss = job.plan is not None and job.plan.tensor.divides_loss

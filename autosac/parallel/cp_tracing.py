@@ -42,6 +42,7 @@ from autosac.parallel.ring_attention import RingMode
 from autosac.parallel.sequence_mixing import check_tokens_apart
 from autosac.parallel.sequence_parts import (
     by_name,
+    held_beside,
     names_by_place,
     part_of,
     positions_of,
@@ -50,8 +51,9 @@ from autosac.parallel.sequence_parts import (
 from autosac.parallel.tp_checks import divided
 from autosac.parallel.tp_styles import WHOLE, TensorParallel
 from autosac.profiles.profile import Profile
+from autosac.quantities import rounded_up
 from autosac.solvers.fsdp.collectives import exchange, shift
-from autosac.step.tape import Op, Tape
+from autosac.step.tape import Op, Storage, Tape
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
 _ATTENTION = "_scaled_dot_product"
@@ -228,7 +230,10 @@ def traced_at(
     setting: Setting,
     tensor: TensorParallel = WHOLE,
 ) -> Profile:
-    """The step of the rank at a place of its group, the first that shares slices."""
+    """The step of the rank at a place of its group, the first that shares slices.
+
+    The loop holds the whole batch as well, from which it cuts the rank's part.
+    """
     step = traced.step
     inputs = part_of((step.args, step.kwargs), context, place)
     with tp_tracing.fake_ranks(
@@ -254,7 +259,24 @@ def traced_at(
                 f"{error} This is the step of one of tp={tensor.degree} ranks, which"
                 " have a share each of the heads and a part of the sequence."
             ) from error
-        return in_gathered_type(rank, setting)
+        rank = in_gathered_type(rank, setting)
+    grain = step.granularity_bytes
+    held = held_beside((step.args, step.kwargs))
+    return _holding([rounded_up(own.nbytes(), grain) for own in held], rank)
+
+
+def _holding(sizes: Sequence[int], rank: Profile) -> Profile:
+    """A step with what its loop holds all the time besides, of these sizes."""
+
+    def extended(tape: Tape) -> Tape:
+        held = (
+            Storage(nbytes=nbytes, category="input", born=0, died=tape.num_ticks)
+            for nbytes in sizes
+        )
+        return replace(tape, storages=(*tape.storages, *held))
+
+    variants = (replace(own, tape=extended(own.tape)) for own in rank.redrawn)
+    return replace(rank, tape=extended(rank.tape), redrawn=tuple(variants))
 
 
 def check_parts(whole: Tape, part: Tape, context: ContextParallel) -> None:

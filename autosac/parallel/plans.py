@@ -302,6 +302,9 @@ class ParallelPlan(Summarized):
     def part_of(self, inputs: Any, mesh: DeviceMesh) -> Inputs:
         """What this rank is given of a batch: its part, with positions and labels.
 
+        Parts of a sequence are copies. The whole batch counts as the loop holds it: one
+        that lets go of it, or moves only its part to the device, is below the peak.
+
         Args:
             inputs: The batch of the ranks that see it together, as for planning.
             mesh: As `make_mesh` makes it.

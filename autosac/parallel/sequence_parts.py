@@ -6,13 +6,16 @@ does, for causal language models of Transformers, what each token is to be follo
 the last label of a part is of the next one. These divide the sum of their losses by the
 number of labels that count in all parts over the degree, so that the mean over ranks is
 that of the whole.
+
+Parts are copies, and loops hold the whole batch beside them, which counts
+(`held_beside`).
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -20,6 +23,7 @@ from torch.utils._pytree import tree_map
 
 from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.context_parallel import ContextParallel
+from autosac.storages import addresses_of, storages_of
 
 _POSITIONS = ("position_ids", "positions")
 _IGNORED = -100  # label that no loss counts: `ignore_index` of cross entropy
@@ -126,13 +130,30 @@ def by_name(args: tuple[Any, ...], names: tuple[str, ...]) -> dict[str, Any]:
     return dict(zip(names, args, strict=False))
 
 
+def is_cut(value: Any) -> TypeGuard[torch.Tensor]:
+    """Whether one of a model's arguments has a sequence."""
+    return isinstance(value, torch.Tensor) and value.dim() > _SEQUENCE
+
+
+def held_beside(inputs: Inputs) -> list[torch.UntypedStorage]:
+    """Memory of a whole batch that a rank has a part of, each once.
+
+    What all ranks are given as it is belongs to the part.
+    """
+    leaves = torch.utils._pytree.tree_leaves(inputs)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    given = addresses_of(tensor for tensor in tensors if not is_cut(tensor))
+    whole = storages_of(filter(is_cut, tensors), None)
+    return [storage for storage in whole if storage._cdata not in given]
+
+
 def tensor_part(value: Any, degree: int, index: int) -> Any:
     """What a rank is given of one argument: the same if it has no sequence.
 
     Raises:
         ArgumentError: The sequence cannot be cut evenly.
     """
-    if not isinstance(value, torch.Tensor) or value.dim() < 2:
+    if not is_cut(value):
         return value
     length = value.shape[_SEQUENCE]
     if length % degree:
@@ -149,7 +170,7 @@ def tensor_part(value: Any, degree: int, index: int) -> Any:
 def _length(args: Any, kwargs: Any) -> tuple[int, torch.device]:
     """Of the sequence, and where it lies."""
     leaves = torch.utils._pytree.tree_leaves((args, kwargs))
-    tensors = [t for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 1]
+    tensors = list(filter(is_cut, leaves))
     lengths = {tensor.shape[_SEQUENCE] for tensor in tensors}
     if len(lengths) != 1:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
+from autosac.pipelines.besides import besides_bytes
 from autosac.pipelines.cutting import Cuts, Cutting
 from autosac.pipelines.estimating import Shortened, shortened
 from autosac.pipelines.micro_batches import MicroBatch
@@ -427,7 +428,7 @@ class InterleavedRace(Race):
                 self.schedule,
                 rank,
                 steps,
-                besides_bytes=self.micro_batch.mesh_bytes(self.schedule.num_ranks),
+                besides_bytes=besides_bytes(self.micro_batch, self.schedule, rank),
                 far=self.far,
                 without=self._chooser_without(rank, steps),
             )

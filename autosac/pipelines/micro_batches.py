@@ -63,7 +63,6 @@ _T = TypeVar("_T")
 _MODEL_PHASES = ("forward", "loss", "backward")
 # What is worked out however many ranks share parameters.
 _OF_ANY = ("chain", "cuts", "blocks", "whole", "block_ms", "forward_ms", "units")
-_RANK_BYTES = 4  # of `DeviceMesh.mesh`
 
 
 @dataclass(kw_only=True, eq=False)
@@ -444,11 +443,6 @@ class MicroBatch:
                 f" neither divide the {self.cluster.gpus_per_node} GPUs of a node nor"
                 " are they whole nodes; use another degree."
             )
-
-    def mesh_bytes(self, num_stages: int) -> int:
-        """What a mesh of so many stages holds: a number for each rank, on the CPU."""
-        on_cpu = self.whole.device.type == "cpu"
-        return _RANK_BYTES * num_stages * self.ranks_per_stage * on_cpu
 
     def late_bytes(self, first: int, end: int) -> int:
         """What slow threads of gloo may hold of what ranks exchange."""

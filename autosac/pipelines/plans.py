@@ -193,6 +193,9 @@ class PipelinePlan(Summarized):
     def part_of(self, batch: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         """What this rank is given of the inputs or the target of its batch.
 
+        Parts are copies. Whole inputs count on the first stage, and whole targets on
+        the last one, as the loop holds them: one that drops them is below the peak.
+
         Args:
             batch: Either; its second dimension is the sequence.
             mesh: As `make_mesh` makes it.

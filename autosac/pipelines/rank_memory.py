@@ -3,7 +3,8 @@
 An action takes place as the tape has it: forward with the loss, or backward. What
 forward leaves to backward lives from one action to the other; so does, for each
 micro-batch apart, what autograd saves under AC policies. To this come
-    - the inputs and targets of all micro-batches, which the user's batch holds;
+    - the inputs and targets of all micro-batches, which the user's batch holds; of
+      ranks with parts of a sequence the whole ones besides (`besides`);
     - what is received: buffers for all micro-batches, activations and gradients, which
       are made in the first step and stay;
     - what is sent: the schedule holds the latest output and the latest gradient of

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
+from autosac.pipelines.besides import besides_bytes
 from autosac.pipelines.cutting import Cuts, Cutting, lowest_cut
 from autosac.pipelines.estimating import Estimates, Shortened, extended, shortened
 from autosac.pipelines.micro_batches import MicroBatch
@@ -287,7 +288,7 @@ class Race:
                 self.schedule,
                 stage,
                 self.micro_batch.step_of(blocks),
-                besides_bytes=self.micro_batch.mesh_bytes(self.schedule.num_ranks),
+                besides_bytes=besides_bytes(self.micro_batch, self.schedule, stage),
                 far=self.far,
             )
         return self._choosers[key]

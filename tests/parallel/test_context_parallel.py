@@ -109,7 +109,8 @@ def _held_by_rings(rank, context, inputs):
     model = Mixing()
     context.install(model, RingMode(dist.group.WORLD.group_name, None))
     optimizer = torch.optim.AdamW(model.parameters())
-    args, kwargs = part_of(((inputs,), {}), context, rank)
+    batch = inputs.clone()  # there beside the part, as in a loop
+    args, kwargs = part_of(((batch,), {}), context, rank)
     peaks = []
     for _ in range(4):
         gc.collect()

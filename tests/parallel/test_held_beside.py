@@ -1,4 +1,4 @@
-"""What ranks hold beside their step counts: the mesh."""
+"""What ranks hold beside their step counts: whole batches, and the mesh."""
 
 import gc
 from dataclasses import replace
@@ -11,7 +11,11 @@ from torch.nn import functional
 
 import autosac
 from autosac.devices.specs import device_spec
+from autosac.parallel import cp_tracing
 from autosac.parallel.clusters import cluster_spec
+from autosac.parallel.context_parallel import ContextParallel
+from autosac.parallel.formulating import Setting
+from autosac.parallel.sequence_parts import held_beside, part_of
 from benchmarks import allocator_shim
 from benchmarks.rank_server import run_ranks
 
@@ -117,14 +121,64 @@ def _peaks(rank, plan):
 @needs_compiler
 @pytest.mark.parametrize(
     "options",
-    [{"degrees": [1]}, {"degrees": [2]}],
-    ids=["replicas", "shards"],
+    [{"mesh": {"cp": 2}}, {"degrees": [1]}, {"degrees": [2]}],
+    ids=["parts of a sequence", "replicas", "shards"],
 )
 def test_a_loop_that_holds_the_whole_batch_has_the_predicted_peak(options):
     plan = least(**options)
     for peaks in run_ranks(_peaks, NUM_RANKS, plan):
         assert min(peaks) == plan.peak_bytes
         assert max(peaks) <= plan.highest_peak_bytes <= plan.budget_bytes
+
+
+# --- what is beside a part ----------------------------------------------------
+
+
+def sizes(*args, **kwargs):
+    return [storage.nbytes() for storage in held_beside((args, kwargs))]
+
+
+def test_what_is_cut_is_held_whole_beside_the_part_and_counts_once():
+    x, scale = torch.ones(2, 8), torch.ones(8)
+    assert sizes(x, scale, None, 3) == [64]
+    assert sizes(x, twice=[x, x[:, :4]]) == [64]
+    assert sizes(torch.ones(4, 8)[:2]) == [128]  # views hold what they are of
+    assert sizes(x, flat=x.view(-1)) == []  # the rank is given it as it is
+    assert sizes(scale) == []
+
+
+def of_parts(inputs):
+    """The step of the first of two ranks, and what of the batch it is given."""
+    profile = autosac.profile(Model(), inputs, loss_fn=loss_fn)
+    context = cp_tracing.context_of(profile, 2, "ulysses")
+    return profile, context, cp_tracing.traced_at(profile, context, 0, Setting())
+
+
+def input_bytes(tape):
+    return sum(own.nbytes for own in tape.storages if own.category == "input")
+
+
+def test_positions_that_a_part_comes_with_count_of_the_part_alone():
+    inputs = batch()
+    _, context, rank = of_parts(inputs)
+    _, own = part_of(((), inputs), context, 0)
+    whole_bytes = inputs["x"].nbytes
+    assert own["position_ids"].nbytes == 8 * LENGTH // 2
+    of_part = sum(tensor.nbytes for tensor in own.values())
+    assert input_bytes(rank.tape) == of_part + whole_bytes
+    given = {**inputs, "position_ids": torch.arange(LENGTH)[None]}
+    more_bytes = input_bytes(of_parts(given)[2].tape) - input_bytes(rank.tape)
+    assert more_bytes == 8 * LENGTH
+
+
+def test_variants_of_a_step_have_the_whole_batch_as_well():
+    _, context, rank = of_parts(batch())
+    assert isinstance(context, ContextParallel)
+    twins = replace(rank, redrawn=(rank.traced(),))
+    held = cp_tracing._holding([1024], twins)
+    for one in (held, *held.redrawn):
+        assert input_bytes(one.tape) == input_bytes(rank.tape) + 1024
+        assert one.tape.storages[:-1] == rank.tape.storages
 
 
 # --- the mesh -----------------------------------------------------------------

@@ -307,6 +307,7 @@ def test_nothing_is_said_of_parts_of_a_sequence():
         mesh = plan.make_mesh("cpu")
         model = plan.apply(llama(), mesh)
         for _ in range(3):
-            args, kwargs = plan.part_of(labelled(), mesh)
+            batch = labelled()
+            args, kwargs = plan.part_of(batch, mesh)
             model(*args, **kwargs).loss.backward()
             model.zero_grad()
