@@ -14,9 +14,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from autosac._compat_distributed import local
+from autosac.step.arguments import warn
 
 # From torch 2.15 on what is received has memory only while it is needed, and what was
 # sent is let go of when it has arrived.
@@ -62,17 +64,71 @@ def compute_order(
 
 
 class Stage(PipelineStage):
-    """A stage whose parameters may be slices: each rank scales what it has.
+    """A stage as its plan knows it, whichever schedule runs it.
 
-    PyTorch scales gradients as distributed tensors, which torch 2.10 does not do in
-    place where one is a part of a sum.
+    Its parameters may be slices: each rank scales what it has. PyTorch scales gradients
+    as distributed tensors, which torch 2.10 does not do in place where one is a part of
+    a sum.
+
+    Attributes:
+        most_in_flight: Micro-batches that the plan knows to have gone forward, and not
+            yet all the way backward.
     """
+
+    def __init__(self, *args: Any, most_in_flight: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.most_in_flight = most_in_flight
+        self._in_flight: set[int] = set()
+        self._has_warned = False
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients; a pipeline does so at the end of a step."""
         for parameter in self.submod.parameters():
             if parameter.grad is not None and grad_scale_factor != 1:
                 local(parameter.grad).div_(grad_scale_factor)
+
+    def clear_runtime_states(self) -> None:
+        """Called as a step begins."""
+        self._in_flight.clear()
+        super().clear_runtime_states()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **options: Any) -> Any:
+        """Run a micro-batch forward."""
+        if torch.is_grad_enabled():
+            self._in_flight.add(fwd_chunk_id)
+        number = len(self._in_flight)
+        if number > self.most_in_flight and not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"Stage {self.stage_index} has {number} micro-batches in flight, and"
+                f" its plan knows {self.most_in_flight}: the peak may be above the"
+                " budget. Run the schedule that `plan.schedule(stages, loss_fn)` gives."
+            )
+        return super().forward_one_chunk(fwd_chunk_id, *args, **options)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Any = None,
+        full_backward: bool = True,
+        *args: Any,
+        **options: Any,
+    ) -> Any:
+        """Run a micro-batch backward, all the way or for its inputs alone."""
+        result = super().backward_one_chunk(
+            bwd_chunk_id, loss, full_backward, *args, **options
+        )
+        if full_backward:
+            self._in_flight.discard(bwd_chunk_id)
+        return result
+
+    def backward_weight_one_chunk(
+        self, bwd_chunk_id: int, *args: Any, **options: Any
+    ) -> Any:
+        """Run a micro-batch backward for the weights."""
+        result = super().backward_weight_one_chunk(bwd_chunk_id, *args, **options)
+        self._in_flight.discard(bwd_chunk_id)
+        return result
 
 
 class _NotingStage:

@@ -252,6 +252,7 @@ class PipelinePlan(Summarized):
                 input_args=plan.received.example("meta"),
                 output_args=plan.sent.example("meta"),
                 group=along.get_group(),
+                most_in_flight=self.pipeline.most_in_flight(index),
             )
             stages.append(stage)
         return stages

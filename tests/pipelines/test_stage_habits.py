@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 
 import autosac
 from autosac._compat_distributed import fake_group
@@ -38,9 +39,9 @@ def rows(*, trained=False):
     return torch.ones(ROWS, WIDTH, requires_grad=trained)
 
 
-def planned(**options):
+def planned(*, num_micro_batches=NUM_MICRO_BATCHES, schedule="GPipe", **options):
     """A plan whose first stage recomputes some of its blocks."""
-    batch = torch.ones(NUM_MICRO_BATCHES * ROWS, WIDTH)
+    batch = torch.ones(num_micro_batches * ROWS, WIDTH)
     plan_of = partial(
         autosac.plan_pipeline,
         model(),
@@ -50,8 +51,8 @@ def planned(**options):
         optimizer=torch.optim.SGD,
         cluster=replace(CLUSTER, device=device_spec("cpu")),
         num_ranks=2,
-        num_micro_batches=NUM_MICRO_BATCHES,
-        schedules=["GPipe"],
+        num_micro_batches=num_micro_batches,
+        schedules=[schedule],
         **options,
     )
     with pytest.raises(autosac.InfeasibleBudgetError) as error:
@@ -202,3 +203,25 @@ def test_files_of_stages_that_know_nothing_of_their_step_say_nothing(plan):
         (first,) = old.stages(model(), old.make_mesh("cpu"))
         for step in (plain, adds_up, trains_inputs, retains, has_another_optimizer):
             train(first.submod, step)
+
+
+# --- schedules, on the first rank: the others' part is not there -----------------
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+def test_a_schedule_that_runs_more_forward_than_the_planned_one_is_said(schedule):
+    plan = planned(num_micro_batches=4, schedule=schedule)
+    batch = torch.ones(4 * ROWS, WIDTH)
+    is_more = schedule == "1F1B"  # it has 2 in flight, and GPipe 4
+    with fake_group(plan.num_ranks), warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        stages = plan.stages(model(), plan.make_mesh("cpu"))
+        for _ in range(2):
+            plan.schedule(stages, loss_fn).step(batch, **plan.step_kwargs)
+        assert not [one for one in said if "in flight" in str(one.message)]
+        if len(stages) == 1:
+            ScheduleGPipe(stages[0], 4).step(batch)
+            ScheduleGPipe(stages[0], 4).eval(batch)
+    told = [str(one.message) for one in said if "in flight" in str(one.message)]
+    assert len(told) == is_more
+    assert all("has 3 micro-batches in flight, and its plan knows 2" in t for t in told)
