@@ -1,6 +1,7 @@
 """Steps in which some of a planned model is frozen, and those that come after."""
 
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -76,6 +77,31 @@ def test_what_is_frozen_for_a_step_has_the_gradients_of_one_without_a_plan():
     for trained in (True, False, False, True, False, True, True):
         states = [capture_state(of, None, run(of, x, trained)) for of in (plain, model)]
         assert differences(*states) == ()
+
+
+@pytest.mark.parametrize("swap_at", [1, 4])
+def test_parameters_that_are_replaced_are_let_go_of_and_those_in_place_looked_at(
+    swap_at,
+):
+    plan, model = planned_model()
+    x, replaced = CASE.inputs(), []
+    for number in range(8):
+        run(model, x, trained=True)
+        if number == swap_at:
+            model.zero_grad()
+            replaced = [weakref.ref(p) for p in model.parameters()]
+            state = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(state, assign=True)
+            del state
+    assert not [ref for ref in replaced if ref() is not None]
+
+    run(model, x, trained=False)
+    _, peak_bytes = measure_peak(
+        lambda: run(model, x, trained=True),
+        device="cpu",
+        held=lambda: [*model.parameters(), x],
+    )
+    assert peak_bytes <= plan.peak_bytes
 
 
 class Shifted(nn.Module):

@@ -11,6 +11,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -68,13 +69,13 @@ class CheckpointedForward(StandIn):
         self.policies = {policy.call_index: policy for policy in policies}
         self.step = step
         self.snapshots = Snapshots(module)
-        self.parameters: tuple[torch.nn.Parameter, ...] = ()  # when last recorded
+        self.parts: tuple[weakref.ref[torch.nn.Module], ...] = ()  # with parameters
         self.programs: dict[_Kind, tuple[Program, int]] = {}
         self.as_planned: set[_Kind] = set()  # which last did what their plan expects
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has learned nothing yet.
-        return {**vars(self), "parameters": (), "programs": {}, "as_planned": set()}
+        return {**vars(self), "parts": (), "programs": {}, "as_planned": set()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         may_compile = torch.compiler.is_compiling() and torch.is_grad_enabled()
@@ -118,7 +119,8 @@ class CheckpointedForward(StandIn):
         if isinstance(mode, KnownMode):
             self.step.losses += mode.lost
         else:
-            self.parameters = tuple(self.module.parameters())
+            modules = self.module.modules()
+            self.parts = tuple(weakref.ref(m) for m in modules if m._parameters)
             self._learn(mode, self._kind(policy, tensors))
         return output
 
@@ -127,7 +129,9 @@ class CheckpointedForward(StandIn):
 
         Autograd saves nothing of the same ops where all of them are frozen.
         """
-        trained = (tensor.requires_grad for tensor in (*tensors, *self.parameters))
+        parts = [part for ref in self.parts if (part := ref()) is not None]
+        own = chain.from_iterable(part._parameters.values() for part in parts)
+        trained = [t is not None and t.requires_grad for t in (*tensors, *own)]
         return policy.call_index, tuple(trained)
 
     def _recording(self, record: Record, forward: Callable[..., Any]) -> RecordingMode:
