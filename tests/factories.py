@@ -54,6 +54,10 @@ def mlp_and_optimizer():
     return model, inputs, loss_fn, torch.optim.AdamW(model.parameters())
 
 
+def mlp_and_name():
+    return (*mlp(), "adamw")
+
+
 def rows():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     return {"model": model, "inputs": [torch.randn(n, 4) for n in (8, 2, 8)]}

@@ -47,6 +47,7 @@ from autosac.cli.usage import (
 )
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.pictures.pictures import check_suffix
+from autosac.step.arguments import optimizer_class
 
 if TYPE_CHECKING:
     from autosac.results.sweeps import Sweep
@@ -334,6 +335,8 @@ def verify(
 
         def make_optimizer(built: Any) -> Any:
             maker = last.pop("optimizer")
+            if isinstance(maker, str):
+                maker = optimizer_class(maker)
             if cli.models.is_optimizer(maker):
                 return maker
             return maker(built.parameters())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from autosac.errors import ArgumentError
+
 _GB = 10**9
 
 
@@ -31,7 +33,7 @@ class Link:
 
     def __post_init__(self) -> None:
         if min(self.out_bytes_per_s, self.back_bytes_per_s) <= 0:
-            raise ValueError("Rates of a `Link` must be above 0 bytes per second.")
+            raise ArgumentError("Rates of a `Link` must be above 0 bytes per second.")
 
     def shared_by(self, num_devices: int) -> Link:
         """What each of several devices has of it when all of them copy at once."""

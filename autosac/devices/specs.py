@@ -399,11 +399,11 @@ def device_of_product(product: str) -> DeviceSpec:
     """Look up a GPU by what its driver calls it, such as "NVIDIA H100 80GB HBM3".
 
     Raises:
-        ValueError: No such device is known.
+        ArgumentError: No such device is known.
     """
     spec = _of_product(product)
     if spec is None:
-        raise ValueError(
+        raise ArgumentError(
             f"The GPU {product!r} has no entry in autosac.devices; pass a `DeviceSpec`"
             " as `device`."
         )

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autosac import _compat_graphs
-from autosac.errors import TraceError, UnsupportedError
+from autosac.errors import ArgumentError, TraceError, UnsupportedError
 from autosac.graphs.accumulating import add_up_in_place
 from autosac.graphs.memory import GraphMemory, graph_memory
 from autosac.graphs.node_info import NodeInfo, node_infos
@@ -287,7 +287,7 @@ def given_graph(
 
     Raises:
         TypeError: ``module`` is no FX graph, or an input no tensor.
-        ValueError: There are not more results than that.
+        ArgumentError: There are not more results than that.
         UnsupportedError: As `joint_graph`.
     """
     args, kwargs = normalize_inputs(inputs)
@@ -300,7 +300,7 @@ def given_graph(
     ops = _compat_graphs.capture_ops(module, args)
     num_results = len(ops.graph.output_node().args[0])  # type: ignore[arg-type]
     if not 0 < num_forward_outputs < num_results:
-        raise ValueError(
+        raise ArgumentError(
             f"`num_forward_outputs`={num_forward_outputs} must be from 1 to"
             f" {num_results - 1}: the graph has {num_results} results, and the last of"
             " them are gradients."

@@ -33,7 +33,7 @@ import torch
 
 from autosac import _compat, _compat_fakes, _compat_gpu
 from autosac.devices.specs import DeviceSpec
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.lens import attention
 from autosac.lens.autocast import gpu_autocast
 from autosac.step.training_step import AnyOptimizer
@@ -70,14 +70,14 @@ def lens(mode: Any, device: DeviceSpec | None) -> Iterator[None]:
         device: The GPU, or None if the tensors are where they say they are.
 
     Raises:
-        ValueError: The device lacks a compute capability.
+        ArgumentError: The device lacks a compute capability.
     """
     if device is None:
         with _compat_gpu.real_foreach(on_gpu=False):
             yield
         return
     if device.vendor == "nvidia" and device.compute_capability is None:
-        raise ValueError(
+        raise ArgumentError(
             f"`device`={device.name!r} has no `compute_capability`, on which it depends"
             " what kernels it runs; set it in the `DeviceSpec`, such as (9, 0)."
         )

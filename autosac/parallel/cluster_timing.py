@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.solvers.fsdp.collectives import Collective, Fabric, Group, ring
 
@@ -59,7 +60,7 @@ def calibrate_cluster(
 
     Raises:
         RuntimeError: No process group is initialised.
-        ValueError: The process group has another size than the cluster, or there are
+        ArgumentError: The process group has another size than the cluster, or there are
             less than two sizes or no runs.
     """
     if not dist.is_initialized():
@@ -68,12 +69,12 @@ def calibrate_cluster(
             " torch.distributed.init_process_group first, as torchrun programs do."
         )
     if dist.get_world_size() != cluster.num_gpus:
-        raise ValueError(
+        raise ArgumentError(
             f"`cluster` has {cluster.num_gpus} GPUs, and the process group"
             f" {dist.get_world_size()} ranks; use `cluster.resized(...)`."
         )
     if len(set(sizes_bytes)) < 2 or min(sizes_bytes) < 1 or num_runs < 1:
-        raise ValueError(
+        raise ArgumentError(
             "`sizes_bytes` needs two or more different sizes and `num_runs` at least 1,"
             f" got {tuple(sizes_bytes)} and {num_runs}."
         )
@@ -120,7 +121,7 @@ def fit_ring(
         bytes per second.
 
     Raises:
-        ValueError: No positive bandwidth fits: times do not grow with bytes.
+        ArgumentError: No positive bandwidth fits: times do not grow with bytes.
     """
     from scipy.optimize import nnls  # slow to import
 
@@ -133,7 +134,7 @@ def fit_ring(
     values, _ = nnls(columns / times[:, None], (times - fixed) / times)
     base, step, ms_per_byte = values.tolist()
     if ms_per_byte == 0.0:
-        raise ValueError(
+        raise ArgumentError(
             f"No bandwidth fits the measured times {times.tolist()} ms: they do not"
             " grow with bytes. Measure larger `sizes_bytes`."
         )

@@ -78,12 +78,12 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if self.collective_multiprocessors < 0:
-            raise ValueError(
+            raise ArgumentError(
                 "`collective_multiprocessors` must not be negative, got"
                 f" {self.collective_multiprocessors}."
             )
         if min(self.gpus_per_node, self.num_nodes, self.gpus_per_link) < 1:
-            raise ValueError(
+            raise ArgumentError(
                 "`gpus_per_node`, `num_nodes` and `gpus_per_link` must be at least 1,"
                 f" got {self.gpus_per_node}, {self.num_nodes} and {self.gpus_per_link}."
             )
@@ -149,7 +149,7 @@ class ClusterSpec:
         """The ranks that hold the same shard, if parameters are sharded `degree` times.
 
         Raises:
-            ValueError: As `shard_group`.
+            ArgumentError: As `shard_group`.
         """
         shard = self.shard_group(degree)
         per_node = self.gpus_per_node // shard.ranks_per_node
@@ -181,7 +181,7 @@ class ClusterSpec:
             nbytes: Size of a typical unit, for which the algorithms are the fastest.
 
         Raises:
-            ValueError: As `shard_group`.
+            ArgumentError: As `shard_group`.
         """
         shard, replicas = self.shard_group(degree), self.replica_group(degree)
         total = self.cost("all_reduce", replicas, nbytes / degree)

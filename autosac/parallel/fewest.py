@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import replace
 
+from autosac.errors import ArgumentError
 from autosac.parallel.clusters import ClusterSpec
 from autosac.parallel.solving import ParallelChooser, SimulatedChoice
 from autosac.solving.solve_options import SolveOptions
@@ -34,7 +35,7 @@ def fewest_gpus(
     sizes = [n for n in range(1, spec.gpus_per_node) if n <= most_gpus]
     sizes += range(spec.gpus_per_node, most_gpus + 1, spec.gpus_per_node)
     if not sizes:
-        raise ValueError(f"`most_gpus` must be at least 1, got {most_gpus}.")
+        raise ArgumentError(f"`most_gpus` must be at least 1, got {most_gpus}.")
     fits_alone = chooser.form.resident_bytes(1) <= budget_bytes
     if fits_alone and lowest_on(1).highest_peak_bytes <= budget_bytes:
         return 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from autosac.errors import ArgumentError
 from autosac.kinds import new_file
 from autosac.optional import needed
 from autosac.pictures.panels import Grid, Panel
@@ -16,10 +17,12 @@ def check_suffix(path: str | Path) -> None:
     """Refuse a file that no picture is written as.
 
     Raises:
-        ValueError: Its suffix is none of those of pictures.
+        ArgumentError: Its suffix is none of those of pictures.
     """
     if Path(path).suffix.lower() not in (".png", ".svg", ".pdf", ".html"):
-        raise ValueError(f"`path`={str(path)!r} must end in .png, .svg, .pdf or .html.")
+        raise ArgumentError(
+            f"`path`={str(path)!r} must end in .png, .svg, .pdf or .html."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -58,14 +61,14 @@ class Picture:
 
         Raises:
             ImportError: Matplotlib is not installed.
-            ValueError: One pair of axes is given for several panels.
+            ArgumentError: One pair of axes is given for several panels.
         """
         pyplot = needed("matplotlib.pyplot", "A plot")
         from autosac.pictures import matplotlib_figure  # needs Matplotlib
 
         count = len(self.panels)
         if axes is not None and count > 1:
-            raise ValueError(
+            raise ArgumentError(
                 f"`axes` is one pair, and there are {count} panels: leave it out."
             )
         drawn = [axes]
@@ -114,7 +117,7 @@ class Picture:
                 file that needs no network.
 
         Raises:
-            ValueError: The suffix is none of these.
+            ArgumentError: The suffix is none of these.
             ImportError: What draws it is not installed.
         """
         named = new_file(path)

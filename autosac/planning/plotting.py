@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autosac.errors import ArgumentError
 from autosac.kinds import check_kind, check_profile
 from autosac.pictures.panels import Grid, Layer, Line, Note, Panel
 from autosac.pictures.pictures import Picture
@@ -44,7 +45,7 @@ def memory(plan: PlanData, profile: TracedStep | None = None) -> Picture:
         profile: The step it is for; None if the plan was made in this process.
 
     Raises:
-        ValueError: The plan comes from a file, and `profile` is missing.
+        ArgumentError: The plan comes from a file, and `profile` is missing.
         PlanMismatchError: The profile is of another step.
     """
     traced = step_of(plan, profile)
@@ -93,7 +94,7 @@ def trade_offs(
         most: Panels at most.
 
     Raises:
-        ValueError: As in `memory`; or no module can free memory.
+        ArgumentError: As in `memory`; or no module can free memory.
     """
     traced = step_of(plan, profile)
     if segments is not None:
@@ -109,7 +110,7 @@ def trade_offs(
             alike.setdefault(id(its_curve), []).append(unit)
             curve_of[id(its_curve)] = its_curve
     if not alike:
-        raise ValueError("No module of the step can free memory by recomputation.")
+        raise ArgumentError("No module of the step can free memory by recomputation.")
 
     def weight(key: int) -> tuple[bool, int]:
         units = alike[key]
@@ -141,11 +142,11 @@ def ratios(plan: PlanData) -> Picture:
     that is no AC unit.
 
     Raises:
-        ValueError: The plan recomputes nothing.
+        ArgumentError: The plan recomputes nothing.
     """
     check_kind(plan, PlanData, name="plan", wanted="what `autosac.plan` returns")
     if not plan.policy:
-        raise ValueError("The plan recomputes nothing: there is nothing to draw.")
+        raise ArgumentError("The plan recomputes nothing: there is nothing to draw.")
     places = [_place_in_layers(fqn) for fqn in plan.policy]
     kinds = tuple(dict.fromkeys(kind for kind, _ in places))
     existing = {_place_in_layers(fqn) for fqn, _, _ in plan.model}
@@ -173,7 +174,7 @@ def step_of(plan: PlanData, profile: TracedStep | None) -> TracedStep:
         check_profile(profile, TracedStep)
     traced = profile if profile is not None else plan.traced
     if traced is None:
-        raise ValueError(
+        raise ArgumentError(
             "A plan from a file knows no ops and times; pass `profile`, the profile of"
             " the model it is for."
         )

@@ -16,7 +16,7 @@ from autosac.devices.allocator_settings import (
 )
 from autosac.devices.free_memory import available_bytes
 from autosac.devices.specs import DeviceSpec
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.kinds import check_profile
 from autosac.profiles.fingerprints import fingerprint
 from autosac.profiles.mistakes import (
@@ -284,18 +284,18 @@ def calibrate(
 
     Raises:
         TraceError: The real step fails; names op and module.
-        ValueError: The profile is for a device that is not present.
+        ArgumentError: The profile is for a device that is not present.
     """
     check_profile(profile, Profile)
     from autosac.costs.calibrating import calibrated  # runs kernels: only when asked
 
     if profile.step.lens is not None and torch.cuda.is_available():
-        raise ValueError(
+        raise ArgumentError(
             f"The profile is for {profile.device.name}, but the model is not there;"
             " move it to the GPU and profile it again."
         )
     if profile.step.device_type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
+        raise ArgumentError(
             f"The profile is for {profile.device.name}, and this machine has no GPU;"
             " calibrate where the device is."
         )

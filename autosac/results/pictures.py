@@ -24,7 +24,7 @@ def picture_of(
     """The picture of a sweep: see `Sweep.picture`.
 
     Raises:
-        ValueError: No row has a plan.
+        ArgumentError: No row has a plan.
     """
     if rivals is not None:
         wanted = "a dict of points by the name of another way to plan"
@@ -33,7 +33,7 @@ def picture_of(
             _check_points(name, points)
     rows = [row for row in all_rows if row.status == "planned"]
     if not rows:
-        raise ValueError("No row of the sweep has a plan: there is nothing to draw.")
+        raise ArgumentError("No row of the sweep has a plan: there is nothing to draw.")
     if not axes:
         return Picture(title="", panels=(_budget_panel(rows, rivals or {}),))
     last = axes[-1]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
+from autosac.errors import ArgumentError
 from autosac.kinds import new_file
 from autosac.optional import needed
 from autosac.pictures.pictures import Picture
@@ -79,7 +80,7 @@ class Sweep(Summarized, Sequence[Row]):
 
     def _of_the_step(self, name: str) -> int:
         if self.axes:
-            raise ValueError(f"Each cell has a `{name}` of its own: see the rows.")
+            raise ArgumentError(f"Each cell has a `{name}` of its own: see the rows.")
         return int(getattr(self.rows[0], name))
 
     @property
@@ -158,7 +159,7 @@ class Sweep(Summarized, Sequence[Row]):
                 milliseconds of each of its points; for a single step.
 
         Raises:
-            ValueError: No row has a plan.
+            ArgumentError: No row has a plan.
         """
         return picture_of(self.rows, self.axes, rivals=rivals)
 
@@ -174,7 +175,8 @@ class Sweep(Summarized, Sequence[Row]):
 
         Raises:
             ImportError: Matplotlib is not installed.
-            ValueError: As `picture`; or one pair of axes is given for several panels.
+            ArgumentError: As `picture`; or one pair of axes is given for several
+                panels.
         """
         return self.picture(rivals=rivals).plot(axes)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autosac.errors import ArgumentError
 from autosac.optional import needed
 from autosac.quantities import format_bytes
 from autosac.step.ledger import Ledger
@@ -193,7 +194,7 @@ def module_statistics(tape: Tape, op_ms: Sequence[float]) -> Statistics:
         op_ms: Time of every op of the tape.
     """
     if len(op_ms) != len(tape.ops):
-        raise ValueError(
+        raise ArgumentError(
             f"`op_ms` must hold one time for each of the {len(tape.ops)} ops of the"
             f" tape, got {len(op_ms)}; take the tape's own, `profile.op_ms`."
         )

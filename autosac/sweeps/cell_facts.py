@@ -19,6 +19,8 @@ from typing import Any
 
 import joblib
 
+from autosac.errors import ArgumentError
+
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -50,7 +52,7 @@ def code_of(function: Callable[..., Any]) -> str:
     """A digest of the user's own source files that a function may depend on.
 
     Raises:
-        ValueError: It comes from no file, as in a notebook.
+        ArgumentError: It comes from no file, as in a notebook.
     """
     digests: dict[str, str] = {}
     first = _unwrapped(function).__module__
@@ -64,7 +66,7 @@ def code_of(function: Callable[..., Any]) -> str:
         if not path.is_file():
             if name not in (first, "__main__"):
                 continue
-            raise ValueError(
+            raise ArgumentError(
                 f"`directory` keeps cells by the code that makes them, and {name!r} is"
                 " no file; pass `version`, any text that you change with the code."
             )
@@ -98,7 +100,7 @@ def text_of(value: Any) -> str:
     their cells are done again.
 
     Raises:
-        ValueError: Nothing tells such values apart.
+        ArgumentError: Nothing tells such values apart.
     """
     return _text_of(value, ())
 
@@ -133,7 +135,7 @@ def _text_of(value: Any, around: tuple[types.FunctionType, ...]) -> str:
     try:
         return f"{kind} {joblib.hash(value)}"
     except Exception as error:  # pickling runs the code of any type
-        raise ValueError(
+        raise ArgumentError(
             f"{value!r} cannot be told from others ({error}), so that no cell of it can"
             " be kept; leave out `directory`, or give plainer values."
         ) from error

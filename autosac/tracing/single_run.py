@@ -149,14 +149,15 @@ def _later(
             later, _ = _run_on(mode, step, *args, **how)
             learned.earlier = num_until_full(learned.kept_bytes)
             return later if learned.earlier else tape
-        if learned.counts:
+        counts = learned.counts  # what that run says of later steps is another matter
+        if counts:
             learned.earlier = _FEW_EARLIER
             later, _ = _run_on(mode, step, *args, **how)
             *_, before, last = learned.made_bytes
             if before != last or _sizes(later) != _sizes(tape):
                 learned.earlier = MOST_EARLIER
                 later, _ = _run_on(mode, step, *args, **how)
-                learned.earlier = num_until_alike(learned.made_bytes, learned.counts)
+                learned.earlier = num_until_alike(learned.made_bytes, counts)
                 if learned.earlier < MOST_EARLIER:
                     later, _ = _run_on(mode, step, *args, **how)
                 return later

@@ -406,7 +406,7 @@ class _Run:
         tensor = next(self.tensors(), None)
         if tensor is None or tensor.device.type == "meta":
             contents = "no tensor at all" if tensor is None else "a meta tensor"
-            raise ValueError(
+            raise ArgumentError(
                 "`make_model` must build a model on a real device, to run real"
                 f" steps; it has {contents}."
             )

@@ -615,8 +615,9 @@ def test_a_plan_is_verified_by_real_steps(plan_file):
     assert record["measured_peak_bytes"] <= record["budget_bytes"]
 
 
-def test_verify_takes_an_optimizer_that_the_factory_makes(plan_file):
-    record = run_json("verify", str(plan_file), f"{MLP}_and_optimizer")
+@pytest.mark.parametrize("what", ["optimizer", "name"])
+def test_verify_takes_an_optimizer_that_the_factory_makes(plan_file, what):
+    record = run_json("verify", str(plan_file), f"{MLP}_and_{what}")
 
     assert record["identical"]
     assert record["within_budget"]
