@@ -68,8 +68,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def plan(model, memory_budget, num_micro_batches=4, **options):
-    inputs, target = tokens(4)
+def plan(model, memory_budget, num_micro_batches=4, *, target=None, **options):
+    inputs, own_target = tokens(4)
+    target = own_target if target is None else target
     options = {"optimizer": torch.optim.AdamW, "num_ranks": 2, **options}
     return autosac.plan_pipeline(
         model,
@@ -407,6 +408,14 @@ def test_a_global_batch_is_cut_in_the_best_of_all_ways():
         **{**options, "global_batch": None, "target": target.repeat(4, 1)},
     )
     assert own.stage_plans == whole.stage_plans
+
+
+def test_a_target_on_the_meta_device_is_one_of_its_shape():
+    model, target = Model(2).to("meta"), tokens(4)[1]
+    asked = {"memory_budget": "1GiB", "cluster": CLUSTER, "schedules": ["1F1B"]}
+    of_shape = plan(model, target=target.to("meta"), **asked)
+
+    assert of_shape.rank_peaks == plan(model, **asked).rank_peaks
 
 
 def test_a_damaged_file_is_refused(tmp_path):
