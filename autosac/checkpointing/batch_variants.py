@@ -219,6 +219,7 @@ class BatchForward(StandIn):
         )
         self.signature = next(iter(variants.plans[0].signatures), None)
         self.is_alike = False  # batch of this step and of the one before
+        self.differs = False  # the model of this step from the planned one
         self.states: OptimizerStates | None = None
         self.memory: ReachedMemory | HeldMemory | None = None
         self.steps: list[Step] = []
@@ -226,7 +227,9 @@ class BatchForward(StandIn):
         self.put: _StandIns = {}
         for plan in variants.plans:
             self._add(plan)
+        self._combine()
         self._put_on()
+        self.places = Places(self.module, self.put)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         variants = self.variants
@@ -271,12 +274,12 @@ class BatchForward(StandIn):
     def followed(self) -> Planned | None:
         """The plan of the latest step.
 
-        None if it is for smaller batches, or if the model itself has changed.
+        None if it is for smaller batches, or if the model itself was another then.
         """
         plan = self.variants.plans[self.variants.current]
         now = self.signature
         is_covered = now is not None and any(s.covers(now) for s in plan.signatures)
-        return None if self.places.outline.has_warned or not is_covered else plan
+        return None if self.differs or not is_covered else plan
 
     @property
     def budget_bytes(self) -> int | None:
@@ -308,7 +311,7 @@ class BatchForward(StandIn):
                 self.memory.close()
                 self.memory = None
             else:
-                self.memory.begin(args, kwargs)
+                self.memory.begin(args, kwargs)  # asks what the step before followed
         variants = self.variants
         signature = signature_of(args, kwargs, variants.names)
         if self.frozen:
@@ -323,6 +326,7 @@ class BatchForward(StandIn):
         self.is_alike = is_alike and len(numbers) == 1
         for number in numbers:
             self.steps[number].calls.clear()
+        self.differs = self.places.differs
         variants.open(numbers)
 
     def begin_by_hand(self, *args: Any, **kwargs: Any) -> None:
@@ -357,6 +361,10 @@ class BatchForward(StandIn):
             variants.plans.extend(answer)
             for plan in answer:
                 self._add(plan)
+            self._combine()
+        is_planned = any(plan.num_batches for plan in answer)  # as the model is now
+        outline = None if is_planned else self.places.outline
+        self.places = Places(self.module, self.put, outline)
         return tuple(range(first, len(variants.plans)))
 
     def _add(self, plan: Planned) -> None:
@@ -371,7 +379,8 @@ class BatchForward(StandIn):
         self.steps.append(step)
         self.stand_ins.append({m: f for m, f in own.items() if isinstance(f, StandIn)})
 
-    def _put_on(self) -> None:
+    def _combine(self) -> None:
+        """Find one stand-in for each module out of those of all plans."""
         modules = dict.fromkeys(module for one in self.stand_ins for module in one)
         modules.pop(self.module, None)
         self.put = {self.module: self}
@@ -385,9 +394,10 @@ class BatchForward(StandIn):
                 if is_only
                 else VariedForward(module, self.variants, stand_ins)
             )
+
+    def _put_on(self) -> None:
         for module, stand_in in self.put.items():
             module.__dict__["forward"] = stand_in
-        self.places = Places(self.module, self.put)
 
     def let_go(self) -> None:
         """The plans are off: let go of the model's modules, which would be a cycle.

@@ -2,7 +2,7 @@
 
 Whatever is done to a model between two steps is seen as the next one begins. What the
 model's own ``forward`` makes in its first steps, or on another batch than in the step
-before, is of the step that was planned.
+before, is of the step that was planned. What is as planned again is nothing new.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ _IS_THERE: Callable[[Any], bool] = partial(is_not, None)
 _COMPILED = _compat_compiler.compiled_call
 _Tensors = frozenset[tuple[str, torch.Size, torch.dtype]]
 _Hooks = frozenset[int]
-_Parts = dict[str, tuple[torch.nn.Module, type, _Tensors, _Hooks]]
+_Part = tuple[torch.nn.Module, type, _Tensors, _Hooks]
+_Planned = tuple[torch.nn.Module | None, type, _Tensors, _Hooks]
+_Parts = dict[str, _Part]
 
 
 class Outline:
@@ -36,15 +38,16 @@ class Outline:
         model: The model.
 
     Attributes:
-        has_warned: It warned of a part.
+        differs: A part of it is not as planned.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self.has_warned = False
+        self.differs = False
         self._is_renewed = True
         self._renewals_left = _MOST_RENEWED
         self._look()
+        self._planned: dict[str, _Planned] = dict(self._parts)
 
     def _look(self) -> None:
         self._parts = _parts(self.model)
@@ -99,22 +102,39 @@ class Outline:
         self._renewals_left -= bool(self._renewals_left)
         if self._glance() != self._last:
             self._is_renewed, self._renewals_left = True, _MOST_RENEWED
+            before = self._parts
             self._look()
+            for fqn, part in self._parts.items():
+                if part != before.get(fqn):
+                    self._planned[fqn] = part
 
-    def check(self) -> None:
-        """Warn of parts that are new, or others than before; of each once."""
+    def check(self, *, is_said: bool = False) -> None:
+        """Warn of parts that are new, or others than before and planned; of each once.
+
+        Args:
+            is_said: Of what changed since the step before, enough was said.
+        """
         before = self._parts
         self._look()
         self._is_renewed = False
+        now, planned = self._parts, self._planned
+        differing = {
+            fqn: part
+            for fqn, part in now.items()
+            if _difference(planned.get(fqn), part)
+        }
+        self.differs = bool(differing)
+        self._planned = {
+            fqn: _without_others(part, now.get(fqn)) for fqn, part in planned.items()
+        }
         changed: dict[str, str] = {}
         last = None
-        for fqn, part in self._parts.items():
+        for fqn, part in differing.items():
             if last is not None and fqn.startswith(f"{last}."):
                 continue
             if what := _difference(before.get(fqn), part):
                 changed[fqn], last = what, fqn
-        if changed:
-            self.has_warned = True
+        if changed and not is_said:
             warn_of_changed(changed)
 
 
@@ -149,7 +169,14 @@ def _hooks(module: torch.nn.Module) -> Iterator[int]:
             yield number
 
 
-def _difference(before: Any, now: Any) -> str:
+def _without_others(planned: _Planned, now: _Part | None) -> _Planned:
+    """What is planned of a module, without one that the model has let go of."""
+    if now is not None and planned[0] is now[0]:
+        return planned
+    return (None, *planned[1:])
+
+
+def _difference(before: _Planned | None, now: _Part) -> str:
     """What is new of a module since it, or another one in its place, was looked at.
 
     One that is its like is not new, nor one whose class was changed, as FSDP2 does.

@@ -19,12 +19,12 @@ class PlannedAutocast:
         planned: As `autosac.Plan.autocast`.
 
     Attributes:
-        has_warned: It has.
+        differs: That of the latest step does.
     """
 
     def __init__(self, planned: str | None) -> None:
         self._planned = planned
-        self.has_warned = False
+        self._has_warned = self.differs = False
 
     def watching(
         self, device_type: str, *, is_wrapped: bool
@@ -36,10 +36,11 @@ class PlannedAutocast:
             is_wrapped: Its ``forward`` was replaced before the plan was applied, as
                 Accelerate does to open autocast in there.
         """
-        if self.has_warned or self._planned is None:
+        if self._planned is None:
             return None
         present = _present(device_type)
-        if present in (None, self._planned):
+        self.differs = present not in (None, self._planned)
+        if not self.differs:
             return None
         if is_wrapped:
             return self._inside(present, device_type)
@@ -53,6 +54,7 @@ class PlannedAutocast:
         def meet(*_: Any) -> None:
             nonlocal present
             present = _present(device_type)
+            self.differs = present != self._planned
             hook.remove()
 
         hook = register_module_forward_pre_hook(meet)
@@ -60,11 +62,13 @@ class PlannedAutocast:
             yield
         finally:
             hook.remove()
-        if present != self._planned:
+        if self.differs:
             self._say(present, device_type)
 
     def _say(self, present: str | None, device_type: str) -> None:
-        self.has_warned = True
+        if self._has_warned:
+            return
+        self._has_warned = True
         fix = f"Plan again with `autocast`={present!r}"
         if not present:
             fix = (

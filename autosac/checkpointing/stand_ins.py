@@ -64,18 +64,34 @@ class Places:
     Args:
         model: The model.
         modules: The modules.
+        outline: All of the model as it was planned; None for as it is.
+
+    Attributes:
+        forwards: Names of the modules, they, and what stands in for their ``forward``.
+        outline: All of the model.
     """
 
     def __init__(
-        self, model: torch.nn.Module, modules: Container[torch.nn.Module]
+        self,
+        model: torch.nn.Module,
+        modules: Container[torch.nn.Module],
+        outline: Outline | None = None,
     ) -> None:
         self.places = list(_places(model, modules))
         own = ((fqn, module, _forward(module)) for *_, module, fqn in self.places)
         self.forwards = [(fqn, m, f) for fqn, m, f in own if isinstance(f, StandIn)]
-        self.outline = Outline(model)
+        self.outline = Outline(model) if outline is None else outline
+        self._said: set[str] = set()
+        self._lost: list[str] = []  # modules that are not in their places
+        self._is_replaced = False  # some ``forward``
+
+    @property
+    def differs(self) -> bool:
+        """The model is not as planned, of which something was said."""
+        return bool(self._lost or self._is_replaced or self.outline.differs)
 
     def check(self) -> None:
-        """Warn, once, of what changed in the model since the last step.
+        """Warn of what changed in the model since the last step; of each once.
 
         Raises:
             UnsupportedError: The model is compiled, or a part of it.
@@ -83,25 +99,33 @@ class Places:
         outline = self.outline
         if torch.compiler.is_compiling() or outline.may_have_changed():
             compiled_parts.check(outline.model)
-            for parent, name, module, fqn in self.places:
-                if parent._modules.get(name) is not module:
-                    self._give_up(f"`{fqn}`")
-                    outline.renew()
-                    return
-            outline.check()
+            self._lost = [
+                fqn
+                for parent, name, module, fqn in self.places
+                if parent._modules.get(name) is not module
+            ]
+            is_new = not self._said.issuperset(self._lost)
+            if is_new:
+                warn_of_replaced(f"`{self._lost[0]}`")
+                self._said.update(self._lost)
+            outline.check(is_said=is_new)
+        replaced = self._replaced()
+        self._is_replaced = replaced is not None
+        if replaced is not None and replaced not in self._said:
+            self._said.add(replaced)
+            warn_of_replaced(replaced)
+
+    def _replaced(self) -> str | None:
+        """The first ``forward`` in whose place there is one that does not call it."""
         for index, (fqn, module, stand_in) in enumerate(self.forwards):
             if _forward(module) is stand_in:
                 continue
-            if not _is_kept(module, stand_in):
-                self._give_up(f"`forward` of `{fqn}`")
-            else:  # somebody wrapped it
-                del self.forwards[index]
-            return
-
-    def _give_up(self, which: str) -> None:
-        warn_of_replaced(which)
-        self.places, self.forwards = [], []
-        self.outline.has_warned = True
+            which = f"`forward` of `{fqn}`"
+            if which in self._said or not _is_kept(module, stand_in):
+                return which
+            del self.forwards[index]  # somebody wrapped it
+            break
+        return None
 
 
 def _forward(module: torch.nn.Module) -> Any:

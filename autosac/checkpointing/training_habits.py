@@ -200,7 +200,7 @@ class TrainingHabits:
         self, device_type: str, plan: Callable[[], Planned | None]
     ) -> Planned | None:
         """The plan that was followed; None if it says nothing of a step like this."""
-        followed = None if self._autocast.has_warned else plan()
+        followed = None if self._autocast.differs else plan()
         if followed is None or not followed.num_batches or followed.offloads:
             return None
         if (followed.reserved_bytes is None) != (device_type == "cpu"):

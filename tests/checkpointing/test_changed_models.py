@@ -1,11 +1,13 @@
 """What comes into a model, or changes in it, after a plan was applied."""
 
 import copy
+import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 import autosac
 from autosac._compat_distributed import fake_group
@@ -85,9 +87,50 @@ def shares_weight(model):
     model.layers[0].up.weight = model.layers[1].up.weight
 
 
+def doubles(model):
+    model.double()
+    return model.float
+
+
+def changes_class(model):
+    parametrize.register_parametrization(model.head, "weight", torch.nn.Identity())
+    return lambda: parametrize.remove_parametrizations(model.head, "weight")
+
+
+def adds_hook(model):
+    return model.head.register_forward_hook(lambda *call: None).remove
+
+
+def swaps_head(model):
+    head, model.head = model.head, torch.nn.Linear(WIDTH, 800)
+    return lambda: setattr(model, "head", head)
+
+
+def swaps_unit(model):
+    unit, model.layers[0] = model.layers[0], Residual()
+    return lambda: model.layers.__setitem__(0, unit)
+
+
+def overwrites_forward(model):
+    stand_in = model.layers[0].forward
+    model.layers[0].forward = Residual().forward
+    return lambda: setattr(model.layers[0], "forward", stand_in)
+
+
+CHANGES = [
+    doubles,
+    changes_class,
+    adds_hook,
+    swaps_head,
+    swaps_unit,
+    overwrites_forward,
+]
+
+
 def gradients(model):
     model.zero_grad()
     x = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(1))
+    x = x.to(model.layers[1].up.weight.dtype)
     model(x).square().sum().backward()
     return [parameter.grad for parameter in model.parameters()]
 
@@ -138,6 +181,63 @@ def test_what_changes_no_size_is_not_said(change):
     change(model)
 
     gradients(model)  # warnings fail tests
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_as_planned_again_is_not_said(change):
+    plan, model = planned()
+    plan.apply(model)
+    gradients(model)
+    change_back = change(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gradients(model)
+    assert any("after a plan was applied" in str(one.message) for one in caught)
+    change_back()
+
+    gradients(model)  # warnings fail tests
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_loop_is_looked_at_again_once_the_model_is_as_planned(change):
+    plan, model = planned()
+    plan.apply(model)
+    change_back = change(model)
+
+    def other_loss(num_steps):
+        for _ in range(num_steps):
+            x = torch.randn(64, WIDTH, dtype=model.layers[1].up.weight.dtype)
+            output = torch.cat([model(x)] * 100, -1)
+            output.exp().sin().sum().backward()
+            model.zero_grad()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other_loss(3)
+    said = [str(one.message) for one in caught]
+    assert any("after a plan was applied" in one for one in said)
+    assert not any("The loss" in one for one in said)
+    change_back()
+    with pytest.warns(UserWarning, match="The loss, or what else") as caught:
+        other_loss(3)
+    assert len(caught) == 1
+
+
+def test_a_change_in_what_was_added_is_said_too():
+    plan, model = planned()
+    plan.apply(model)
+    adds_parts_to_head(model)
+    with pytest.warns(UserWarning, match="`head` was replaced"):
+        gradients_of_parts(model)
+    model.head[0].register_forward_hook(lambda *call: None)
+
+    with pytest.warns(UserWarning, match=r"`head\.0` got a forward hook"):
+        gradients_of_parts(model)
+
+
+def gradients_of_parts(model):
+    model.zero_grad()
+    model(torch.randn(64, WIDTH)).square().sum().backward()
 
 
 def test_copies_and_what_forward_makes_are_not_said():

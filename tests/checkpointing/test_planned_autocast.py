@@ -91,6 +91,34 @@ def test_autocast_that_a_replaced_forward_opens_is_that_of_the_step():
     assert len(caught) == 1
 
 
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_loop_is_looked_at_again_once_autocast_is_as_planned(is_wrapped):
+    model = make_model()
+    if is_wrapped:
+        model.forward = functools.partial(nn.Sequential.forward, model)
+    planned(None).apply(model)
+    kept = []
+
+    def keep_outputs(autocast, num_steps):
+        for _ in range(num_steps):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                output = model(torch.randn(8, WIDTH))
+            kept.append(output.detach())
+            output.float().square().sum().backward()
+            del output
+            model.zero_grad()
+
+    with pytest.warns(UserWarning, match="autocast") as caught:
+        keep_outputs(True, 3)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match="Outputs of earlier calls") as caught:
+        keep_outputs(False, 6)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        keep_outputs(True, 1)
+
+
 def test_a_plan_file_knows_the_planned_autocast(tmp_path):
     planned(torch.bfloat16).save(tmp_path / "plan.json")
     model = autosac.Plan.load(tmp_path / "plan.json").apply(make_model())
