@@ -605,6 +605,34 @@ def test_blocks_whose_input_is_another_tensor_at_run_time_keep_it():
     assert_equal(train(case, plain), trained)
 
 
+@pytest.mark.parametrize("num_frozen", range(1, DEPTH))
+def test_blocks_that_are_frozen_for_some_steps_are_trained_without_a_word(num_frozen):
+    case = CHAINS["noise"]
+    traced = shared_profile(case)
+    model, plain = case.model(), case.model()
+    installing.install(model, spell_out(traced, points(traced)[-1]))
+
+    for is_trained in (True, False, False, True):
+        for one in (model, plain):
+            one.blocks[:num_frozen].requires_grad_(is_trained)
+        assert_equal(train(case, plain), train(case, model))  # warnings fail tests
+
+
+def test_a_chain_goes_on_behind_blocks_that_are_frozen():
+    case = CHAINS["noise"]
+    traced = shared_profile(case)
+    model = case.model()
+    installing.install(model, spell_out(traced, points(traced)[-1]))
+    model.blocks[:2].requires_grad_(False)
+
+    loss = model(case.inputs()).sum()
+    (last,) = model.blocks[-1].forward.step.latest.values()
+
+    keep_all = [not call.relayed() for call in (last, last.before, last.before.before)]
+    assert keep_all == [False, False, True]
+    loss.backward()
+
+
 def test_an_argument_that_is_changed_before_backward_is_an_error():
     case = CHAINS["blocks"]
     traced = shared_profile(case)

@@ -41,8 +41,10 @@ class RelayedCall:
     live as long as backward can need them.
 
     Args:
-        before: The call of the block before it, None for the first.
+        before: The call of the block before it, None for the first, and where that
+            is not the one that is planned.
         arguments: Its positional and keyword arguments.
+        position: Its place in the chain.
 
     Attributes:
         record: Its forward pass.
@@ -50,9 +52,11 @@ class RelayedCall:
 
     record: Record
 
-    def __init__(self, before: RelayedCall | None, arguments: Any) -> None:
+    def __init__(
+        self, before: RelayedCall | None, arguments: Any, position: int
+    ) -> None:
         self.before = before
-        self.position: int = 0 if before is None else before.position + 1
+        self.position = position
         self.handed_on: list[tuple[weakref.ref[torch.Tensor], _Relayed]] = []
         self.given: dict[_Relayed, Handed] | None = None
         relayed = {} if before is None else before._by_identity()

@@ -164,13 +164,15 @@ class CheckpointedForward(StandIn):
         departed = nest is not None and nest.departed
         if nest is not None and not departed and len(nest.calls) == policy.position:
             return NestedCall(nest, self.step, arguments)
-        before = None
-        if policy.position and not policy.around:
-            before = self.step.latest.get(policy.chain)
+        before, is_planned = None, departed
+        if not policy.around:
+            before = self.step.latest.get(policy.chain) if policy.position else None
+            # Of blocks that are frozen up to here, nothing is kept that was planned.
+            is_planned = before is None and not _is_trained(arguments)
+            is_planned |= not policy.position
         if before is not None and before.position != policy.position - 1:
             before = None
-        call = RelayedCall(before, arguments)
-        is_planned = departed or not (policy.around or policy.position)
+        call = RelayedCall(before, arguments, policy.position)
         if not call.relayed() and not is_planned:
             warnings.warn(
                 f"AC unit `{self.fqn}` does not get what the block before it made, as"
@@ -201,6 +203,11 @@ class CheckpointedForward(StandIn):
                 stacklevel=2,
             )
         return self.policies.get(index)
+
+
+def _is_trained(arguments: Any) -> bool:
+    """Whether anything that made the arguments of a call needs a gradient."""
+    return any(tensor.requires_grad for tensor in leaves(arguments, torch.Tensor))
 
 
 class _NestForward(StandIn):
