@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from autosac._compat import TORCH_VERSION
+from autosac._compat import TORCH_VERSION, no_modes
 
 # Functions that split ties and then fill what they made in place; before, they filled a
 # copy of the gradient (derivatives.yaml of torch 2.10 to 2.15).
@@ -31,6 +32,20 @@ def next_sequence_nr() -> int:
 def current_node() -> Any:
     """The autograd node that runs now, None outside backward."""
     return torch._C._current_autograd_node()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call something once the backward pass that runs has ended, unless it fails."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def drop_failed_backward() -> None:
+    """Let the engine go of what was to run in a backward pass of this thread.
+
+    It looks at what is left as it runs the next one, of whatever (torch 2.10 to 2.15).
+    """
+    with no_modes(), torch.enable_grad():
+        torch.zeros((), device="cpu", requires_grad=True).sum().backward()
 
 
 def is_the_engines_own() -> bool:

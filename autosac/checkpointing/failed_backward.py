@@ -1,0 +1,44 @@
+"""Backward passes that fail, and what PyTorch holds of them.
+
+Where an exception ends backward and the training loop catches it, PyTorch's engine
+goes on holding the functions that were to run next, with their gradients and all that
+they have saved, until the next backward pass. The next forward would come on top.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autosac import _compat_autograd
+from autosac.pytrees import tensors_in
+
+_MOST_FUNCTIONS = 16  # of outputs
+
+
+class FailedBackward:
+    """Lets go of a backward pass that came to a model's output and did not end."""
+
+    def __init__(self) -> None:
+        self._is_running = False
+
+    def begin(self) -> None:
+        """The model is called."""
+        if self._is_running and _compat_autograd.current_node() is None:
+            self._is_running = False
+            _compat_autograd.drop_failed_backward()
+
+    def end(self, output: Any) -> None:
+        """Forward has returned its output."""
+        made = {tensor.grad_fn for tensor in tensors_in((output,))}
+        functions = [function for function in made if function is not None]
+        for function in functions[:_MOST_FUNCTIONS]:
+            function.register_prehook(self._run)
+
+    def _run(self, _: Any) -> None:
+        """Backward comes to the model."""
+        if not self._is_running:
+            self._is_running = True
+            _compat_autograd.at_end_of_backward(self._finish)
+
+    def _finish(self) -> None:
+        self._is_running = False
