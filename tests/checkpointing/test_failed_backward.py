@@ -37,8 +37,9 @@ def mean_square(output):
 
 def step(model):
     model.zero_grad()
-    x = rows()  # which stays until the step ends
-    loss = mean_square(model(x))
+    x = rows()  # which stays until the step ends, as the output does
+    output = model(x)
+    loss = mean_square(output)
     loss.backward()
     return loss.detach()
 
