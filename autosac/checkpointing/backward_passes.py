@@ -40,6 +40,7 @@ class BackwardPasses:
         self._has_units = has_units
         self._num_calls = 0
         self._is_done = self._knows_loss = False
+        self._calls_again = False  # the latest step that was looked at
         self._last: weakref.ref[_Graph] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -47,11 +48,13 @@ class BackwardPasses:
 
     def begin(self) -> None:
         """Forward begins."""
-        last = None if self._last is None else self._last()
         self._num_calls += 1
-        if last is None or last.has_begun or not self._calls_once:
+        if self._last is None or not self._calls_once:
             return
-        self._knows_loss = True  # that of several calls
+        last = self._last()
+        self._calls_again = last is not None and not last.has_begun
+        if not self._calls_again:
+            return
         self._say(
             "The model is called again before backward has gone through its earlier"
             " call, and the planned step calls it once: what both save is there"
@@ -71,7 +74,8 @@ class BackwardPasses:
         is_said = self._is_done and self._knows_loss
         if is_said or not is_looked_at(self._num_calls):
             return
-        room = None if self._knows_loss else planned()
+        is_open = not (self._knows_loss or self._calls_again)  # or of several calls
+        room = planned() if is_open else None
         first = _compat_autograd.next_sequence_nr()
         loss = None
         if room is not None and "loss" in room.nbytes:
@@ -109,7 +113,7 @@ class BackwardPasses:
 
     def _say(self, message: str) -> None:
         if not self._is_done:
-            self._is_done, self._last = True, None
+            self._is_done = True
             warn(message)
 
 

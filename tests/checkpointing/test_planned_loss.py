@@ -76,6 +76,20 @@ def silently(model, loss_of, num_steps=3):
         train(model, loss_of, num_steps)
 
 
+@pytest.mark.parametrize("num_twice", [1, 4, 9])
+def test_a_loss_is_looked_at_again_once_the_model_is_called_as_planned(num_twice):
+    model = planned(summed).apply(Model())
+    with pytest.warns(UserWarning, match="is called again before backward") as caught:
+        for _ in range(num_twice):
+            (model(rows()).sum() + model(rows()).sum()).backward()
+            model.zero_grad()
+    assert len(caught) == 1
+
+    with pytest.warns(UserWarning, match="The loss, or what else") as caught:
+        train(model, focal, 16)
+    assert len(caught) == 1
+
+
 @pytest.mark.parametrize("share", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("planned_loss", "loss", "name"),
