@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -40,7 +41,9 @@ __all__ = [
     "METADATA_IDS",
     "TORCH_VERSION",
     "TRACE_ERRORS",
+    "is_foreign",
     "is_random",
+    "python_kernels",
     "run_ignored",
     "written_arguments",
 ]
@@ -65,6 +68,16 @@ _HIDDEN_WRITES = {
     "aten.cudnn_batch_norm.default": (3, 4),
     "aten.miopen_batch_norm.default": (3, 4),
 }
+
+# Operators of PyTorch: those that draw random numbers have a tag that says so.
+_TAGGED = frozenset(
+    {
+        *("aten", "prims", "prim", "inductor_prims", "rngprims", "higher_order"),
+        *("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"),
+        *("quantized", "_quantized", "onednn", "mkldnn", "mkldnn_prepacked", "mkl"),
+        *("sparse", "inductor", "fsdp", "_dtensor", "profiler", "cuda"),
+    }
+)
 
 TORCH_VERSION = tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2])
 
@@ -339,6 +352,19 @@ def item_lists(func: Any) -> tuple[int, ...]:
 def is_random(func: Any) -> bool:
     """Whether an operator draws from a random generator."""
     return torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+
+
+def is_foreign(func: Any) -> bool:
+    """Whether an operator is not PyTorch's own, so that tags may be missing."""
+    return getattr(func, "namespace", "aten") not in _TAGGED
+
+
+def python_kernels(func: Any) -> list[Any]:
+    """Functions in Python that `torch.library.custom_op` made an operator of."""
+    definition = OPDEFS.get(getattr(func._schema, "name", ""))
+    if definition is None:
+        return []
+    return [definition._init_fn, *definition._backend_fns.values()]
 
 
 def is_elementwise(func: Any) -> bool:

@@ -28,6 +28,8 @@ class Traits:
         is_view: All its results alias its arguments without writing,
         is_hidden: and its schema does not say so.
         is_random: It draws from a random generator.
+        is_foreign: It is not PyTorch's own,
+        may_draw: and may draw for all that it says; or it is random.
         statistics: Positions of running statistics, which it may update as well.
         written: Positions and names of the arguments that it mutates, by its schema.
         returned: Positions of the mutated arguments that it returns.
@@ -37,8 +39,9 @@ class Traits:
     """
 
     __slots__ = (
-        *("func", "is_hidden", "is_literal", "is_random", "is_view", "name"),
-        *("is_wait", "only_makes", "returned", "statistics", "written"),
+        *("func", "is_foreign", "is_hidden", "is_literal", "is_random", "is_view"),
+        *("is_wait", "may_draw", "name", "only_makes", "returned", "statistics"),
+        "written",
     )
 
     def __init__(self, func: Any) -> None:
@@ -47,6 +50,8 @@ class Traits:
         self.is_view = _compat.is_view(func)
         self.is_hidden = str(func) in _compat.HIDDEN_VIEWS
         self.is_random = _compat.is_random(func)
+        self.is_foreign = _compat.is_foreign(func)
+        self.may_draw = self.is_random or self.is_foreign
         self.statistics = _compat.hidden_writes(func)
         schema = getattr(func, "_schema", None)
         self.written = tuple(

@@ -20,9 +20,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from autosac import _compat_autograd
 from autosac.checkpointing.ambient_state import Surroundings
 from autosac.checkpointing.cuda_streams import Moment
-from autosac.checkpointing.reaching import reached
 from autosac.checkpointing.tensor_parts import version_of
 from autosac.pytrees import opaque_type
+from autosac.step.reaching import reached
 from autosac.tracing.probing import random_numbers
 
 RECOMPUTATION = "autosac::recompute"  # of its range in a profile

@@ -26,7 +26,6 @@ from autosac.checkpointing.call_arguments import (
 from autosac.checkpointing.kept_results import Memory
 from autosac.checkpointing.module_attributes import Attributes
 from autosac.checkpointing.op_records import Call, Record
-from autosac.checkpointing.random_states import RandomState
 from autosac.checkpointing.recording_mode import History
 from autosac.checkpointing.tensor_parts import (
     Layout,
@@ -302,11 +301,10 @@ class RerunMode(_compat.PlainDispatchMode):
             if traits.written:
                 self._note_versions(traits, args, kwargs)
             args, kwargs = mapped(self._copied, args), mapped(self._copied, kwargs)
-        if call.state is None:
+        if call.states is None:
             out = func(*args, **kwargs)
         else:
-            with RandomState(call.state, args, kwargs):
-                out = func(*args, **kwargs)
+            out = call.states.again(func, args, kwargs)
         if self.copies and traits.returned:
             return _compat.pick_arguments(func, traits.returned, own_args, own_kwargs)
         return out

@@ -115,8 +115,8 @@ class _ForwardGlue(_compat.PlainDispatchMode):
         traits = _compat_dispatch.traits(func)
         if traits.is_wait:  # whoever reads a result first does, now or in a part
             return func(*args, **kwargs)
-        if traits.is_random:
-            self.nest.depart(f"draws random numbers ({traits.name})")
+        if traits.may_draw:
+            self.nest.depart(f"draws random numbers, or may ({traits.name})")
         is_write = bool(traits.written or traits.statistics)
         if is_write:
             for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):

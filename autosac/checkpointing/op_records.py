@@ -21,7 +21,7 @@ from autosac.checkpointing.call_arguments import (
     leaves,
     map_nested,
 )
-from autosac.checkpointing.random_states import RandomState, random_state
+from autosac.checkpointing.random_states import RandomStates, random_states
 from autosac.checkpointing.tensor_parts import (
     Literal,
     Part,
@@ -52,14 +52,14 @@ class Call:
         args: Its arguments, with `Part` and `Literal` in place of tensors,
         kwargs: by name.
         runs: For which reruns it runs.
-        state: Random state that it found, if it draws random numbers.
+        states: Random states that it found, if it may draw random numbers.
         results: Results that it made, one for each tensor; None for others.
         ended: Results that nobody but the record held any more when the next one ran.
     """
 
     __slots__ = (
         *("args", "ended", "func", "kernel", "kwargs", "place", "results", "runs"),
-        "state",
+        "states",
     )
 
     def __init__(self, place: int, func: Any, runs: int) -> None:
@@ -69,7 +69,7 @@ class Call:
         self.runs = runs
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
-        self.state: bytes | None = None
+        self.states: RandomStates | None = None
         self.results: list[Result | None] = []
         self.ended: list[Result] = []
 
@@ -82,11 +82,10 @@ class Call:
             for value in self.args
         ]
         kwargs = {n: _filled(value, given, fqn) for n, value in self.kwargs.items()}
-        if self.state is None:
+        if self.states is None:
             out = self.kernel(*args, **kwargs)
         else:
-            with RandomState(self.state, args, kwargs):
-                out = self.kernel(*args, **kwargs)
+            out = self.states.again(self.kernel, args, kwargs)
         out = finished(self.func, out)
         outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
         for result, tensor in zip(self.results, outputs, strict=True):
@@ -217,8 +216,7 @@ class Record:
         """Note an op that is about to run and may run again."""
         if self._held:
             self._end_saved()
-        if traits.is_random:
-            call.state = random_state(args, kwargs)
+        call.states = random_states(traits, args, kwargs) if traits.may_draw else None
         if traits.statistics:
             args = _compat.without_running_statistics(traits.func, args)
         runs = call.runs
@@ -365,6 +363,8 @@ class Record:
 
     def add_results(self, call: Call, traits: Traits, action: str, out: Any) -> None:
         """Note the results of an op that may run again."""
+        if call.states is not None:
+            call.states.settle()
         outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
         for tensor in outputs:
             result = None

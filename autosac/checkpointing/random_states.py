@@ -3,22 +3,82 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from autosac import _compat_fakes
+from autosac._compat_dispatch import Traits
 from autosac.pytrees import tensors_in
+from autosac.step.random_streams import OtherStreams
+from autosac.step.reaching import own_generators
 
 
-def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
-    """The generator that an op draws from; None for fake tensors."""
+class RandomStates:
+    """Where the streams were that an op may draw from, before it runs.
+
+    One of PyTorch's draws from the generator that it is given, or that of its device.
+    Others may also draw from that of the CPU, from the streams of Python and NumPy, and
+    from generators that their Python code names.
+
+    Args:
+        traits: Of the op.
+        args: Its positional arguments,
+        kwargs: and those by name.
+    """
+
+    __slots__ = ("_others", "_states")
+
+    def __init__(self, traits: Traits, args: Any, kwargs: Any) -> None:
+        generators = [_generator(args, kwargs)]
+        if traits.is_foreign:
+            generators += [torch.default_generator, *own_generators(traits.func)]
+            generators = list(dict.fromkeys(generators))
+        # Not tensors: random states must not count as the model's memory.
+        self._states = [(g, _bytes_of(g.get_state())) for g in generators]
+        self._others = OtherStreams() if traits.is_foreign else None
+
+    def settle(self) -> None:
+        """Drop the states of Python and NumPy if the op has not moved them."""
+        if self._others is not None and not self._others.have_moved():
+            self._others = None
+
+    def again(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the op with these states, and put those of now back."""
+        present = [generator.get_state() for generator, _ in self._states]
+        others = None if self._others is None else OtherStreams()
+        try:
+            for generator, state in self._states:
+                earlier = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+                generator.set_state(earlier)
+            if self._others is not None:
+                self._others.restore()
+            return func(*args, **kwargs)
+        finally:
+            for (generator, _), now in zip(self._states, present, strict=True):
+                generator.set_state(now)
+            if others is not None:
+                others.restore()
+
+
+def random_states(traits: Traits, args: Any, kwargs: Any) -> RandomStates | None:
+    """States for an op that may draw and is about to run; None on fake tensors."""
+    if any(map(_is_empty, tensors_in((args, kwargs)))):
+        return None
+    return RandomStates(traits, args, kwargs)
+
+
+def _is_empty(tensor: torch.Tensor) -> bool:
+    return tensor.is_meta or _compat_fakes.is_fake(tensor)
+
+
+def _generator(args: Any, kwargs: Any) -> torch.Generator:
+    """The generator that an op draws from that is PyTorch's own."""
     generator = kwargs.get("generator")
     if isinstance(generator, torch.Generator):
         return generator
     tensor = next(tensors_in((args, kwargs)), None)
-    if tensor is not None and _compat_fakes.is_fake(tensor):
-        return None
     device = torch.device(kwargs.get("device") or "cpu")
     if tensor is not None:
         device = tensor.device
@@ -29,28 +89,5 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator | None:
     return module.default_generators[index]  # type: ignore[no-any-return]
 
 
-def random_state(args: Any, kwargs: Any) -> bytes | None:
-    generator = _generator(args, kwargs)
-    if generator is None:
-        return None
-    state = generator.get_state()
-    # Not a tensor: the random state must not count as the model's memory.
+def _bytes_of(state: torch.Tensor) -> bytes:
     return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-class RandomState:
-    """Gives an op an earlier random state and restores the present one."""
-
-    def __init__(self, state: bytes, args: Any, kwargs: Any) -> None:
-        self.generator = _generator(args, kwargs)
-        self.state = state
-
-    def __enter__(self) -> None:
-        assert self.generator is not None
-        self.present = self.generator.get_state()
-        earlier = torch.frombuffer(bytearray(self.state), dtype=torch.uint8)
-        self.generator.set_state(earlier)
-
-    def __exit__(self, *_: object) -> None:
-        assert self.generator is not None
-        self.generator.set_state(self.present)

@@ -109,7 +109,7 @@ class RecordingMode(_compat.PlainDispatchMode):
         self._next_node = _compat_dispatch.next_node_behind(func)
         record = self.record
         if action in (VIEW, DETACHED):
-            passed = Passed(args, kwargs) if action == DETACHED else None
+            passed = Passed(traits, args, kwargs) if action == DETACHED else None
             out = func(*args, **kwargs)
             if traits.is_hidden:
                 record.note_views(out)

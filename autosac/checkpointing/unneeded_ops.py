@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from autosac import _compat_fakes
+from autosac import _compat_dispatch, _compat_fakes
 from autosac._compat_dispatch import Traits
-from autosac.checkpointing.random_states import RandomState, random_state
+from autosac.checkpointing.random_states import RandomStates, random_states
 from autosac.checkpointing.tensor_parts import Result, version_of
 from autosac.pytrees import tensors_in
 from autosac.units.policies import DETACHED
@@ -26,6 +26,7 @@ class Passed:
     """An op that the plan expects nobody to need.
 
     Args:
+        traits: What it does.
         args: Its positional arguments, before it runs.
         kwargs: Its keyword arguments.
 
@@ -34,22 +35,28 @@ class Passed:
         results: What it returned, if it changes nothing.
     """
 
-    __slots__ = ("_drawn", "_storages", "results", "versions")
+    __slots__ = ("_drawn", "_states", "_storages", "results", "versions")
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+    def __init__(self, traits: Traits, args: Any, kwargs: Any) -> None:
         self.versions = [version_of(tensor) for tensor in tensors_in((args, kwargs))]
         self.results: list[Result] = []
         self._storages: list[weakref.ref[Any]] = []
         self._drawn: list[bytes] | None = None
+        self._states: RandomStates | None = None  # else what it drew is what it made
+        if traits.is_foreign:
+            self._states = random_states(traits, args, kwargs)
 
     def note(self, traits: Traits, out: Any) -> None:
         """Keep what the op drew, as bytes: tensors would count as model memory."""
+        if self._states is not None:
+            self._states.settle()
         tensors = list(tensors_in((out,)))
         if traits.only_makes:
             self.results = [Result(DETACHED, 0, tensor) for tensor in tensors]
             storages = (tensor.untyped_storage() for tensor in tensors)
             self._storages = [weakref.ref(storage) for storage in storages]
-        if traits.is_random and not any(map(_compat_fakes.is_fake, tensors)):
+        is_own = traits.is_random and not traits.is_foreign
+        if is_own and not any(map(_compat_fakes.is_fake, tensors)):
             self._drawn = [_bytes_of(tensor) for tensor in tensors]
 
     def alive(self) -> Iterator[tuple[Result, torch.UntypedStorage]]:
@@ -60,12 +67,13 @@ class Passed:
 
     def again(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the op again, with what it drew."""
+        if self._states is not None:
+            return self._states.again(func, args, kwargs)
         if self._drawn is None:
             return func(*args, **kwargs)
-        present = random_state(args, kwargs)
+        present = random_states(_compat_dispatch.traits(func), args, kwargs)
         assert present is not None
-        with RandomState(present, args, kwargs):  # which it does not move
-            out = func(*args, **kwargs)
+        out = present.again(func, args, kwargs)  # which it does not move
         for tensor, drawn in zip(tensors_in((out,)), self._drawn, strict=True):
             if drawn:
                 values = torch.frombuffer(bytearray(drawn), dtype=tensor.dtype)

@@ -16,6 +16,7 @@ from autosac.costs.timing import (
     blas_bytes,
     measure_ops,
 )
+from autosac.costs.varying import varying
 from autosac.devices.cuda_matmuls import runs_blas
 from autosac.step.op_signatures import Signature
 from autosac.step.tape import Op, Tape
@@ -44,6 +45,10 @@ def calibrated(
         _sizes(tape), device=device, cache=cache, refresh=refresh, progress=progress
     )
     ops, costs = _replaced(tape, op_ms, measured, failures)
+    forward = {op.signature for op in ops if op.phase in ("forward", "loss")}
+    varied = varying((s for s in measured if s in forward), device=device)
+    if varied:
+        ops = tuple(replace(op, varies=op.signature in varied) for op in ops)
     library_bytes = _library_bytes(tape, measured, device)
     return replace(tape, ops=ops, library_bytes=library_bytes), costs
 

@@ -68,8 +68,8 @@ class Facts:
     """
 
     __slots__ = (
-        *("costs", "dtype", "finds", "masks", "name", "random"),
-        *("shapes", "wrapped", "written"),
+        *("costs", "dtype", "finds", "masks", "may_draw", "name"),
+        *("random", "shapes", "wrapped", "written"),
     )
 
     def __init__(
@@ -82,6 +82,7 @@ class Facts:
     ) -> None:
         self.name = str(func)
         self.random = _compat.is_random(func)
+        self.may_draw = self.random or _compat.is_foreign(func)
         self.wrapped = len(_compat.wrapped_numbers(func, args))
         floats = (t.dtype for t in outputs if t.is_floating_point())
         self.dtype = str(next(floats, ""))[6:]

@@ -33,6 +33,9 @@ from autosac.pytrees import tensors_in
 from autosac.step import arguments
 from autosac.step.batch_signatures import positional_names, signature_of
 from autosac.step.marks import Marks
+from autosac.step.op_signatures import Signature
+from autosac.step.random_streams import random_streams_kept
+from autosac.step.reaching import own_generators_kept
 from autosac.step.training_step import LossFn, normalize_inputs
 from autosac.tracing.probing import marked_modules
 from autosac.tracing.real_steps import corrected
@@ -287,8 +290,6 @@ def calibrate(
         ArgumentError: The profile is for a device that is not present.
     """
     check_profile(profile, Profile)
-    from autosac.costs.calibrating import calibrated  # runs kernels: only when asked
-
     if profile.step.lens is not None and torch.cuda.is_available():
         raise ArgumentError(
             f"The profile is for {profile.device.name}, but the model is not there;"
@@ -299,10 +300,24 @@ def calibrate(
             f"The profile is for {profile.device.name}, and this machine has no GPU;"
             " calibrate where the device is."
         )
+    signatures = (op.signature for op in profile.tape.ops)
+    funcs = [s.func for s in signatures if isinstance(s, Signature)]
+    with random_streams_kept(), own_generators_kept(funcs):
+        return _calibrated(
+            profile, cache=cache, refresh=refresh, progress=progress, real=real_step
+        )
+
+
+def _calibrated(
+    profile: Profile, *, cache: bool, refresh: bool, progress: bool | None, real: bool
+) -> Profile:
+    """The profile with measured figures; arguments as of `calibrate`."""
+    from autosac.costs.calibrating import calibrated  # runs kernels: only when asked
+
     device = torch.device(profile.step.device_type)
     free_bytes = available_bytes(device)
     fits = free_bytes is None or profile.baseline_peak_bytes < free_bytes
-    if real_step and fits:
+    if real and fits:
         step, tape = corrected(profile.step, profile.tape)
         if tape is not profile.tape:
             costs = modelled_costs(tape, profile.device)
@@ -317,7 +332,7 @@ def calibrate(
         refresh=refresh,
         progress=progress,
     )
-    if real_step and fits and can_be_measured(profile.step, tape):
+    if real and fits and can_be_measured(profile.step, tape):
         tape = as_measured(profile.step, tape)
     else:
         warn_of_other_formulas(tape)

@@ -134,7 +134,7 @@ class Reruns:
         self._span = span
         self._copies_states = tape.device_type == "cpu"  # else they lie on the CPU
         self._places = [
-            i for i, op in enumerate(tape.ops) if op.random or op.workspace_bytes
+            i for i, op in enumerate(tape.ops) if op.may_draw or op.workspace_bytes
         ]
         first_work = len(tape.storages) + len(tape.library_bytes)
         with_work = (i for i, op in enumerate(tape.ops) if op.workspace_bytes)
@@ -179,7 +179,7 @@ class Reruns:
             op = self._tape.ops[i]
             if op.workspace_bytes:
                 held.append((begin + op.made, begin + op.end, self._works_of[i]))
-            if op.random and self._copies_states:
+            if op.may_draw and self._copies_states:
                 held.append((begin + op.made, begin + op.end, self._state))
         return held
 
@@ -248,13 +248,13 @@ class Reruns:
         return tail[::-1]
 
     def _states(self, ops: Iterable[Op]) -> list[Span]:
-        """Random states that are copied before random ops that are not saved."""
+        """Random states that are copied before ops that may draw and are not saved."""
         if not self._copies_states:
             return []
         return [
             (op.start * self._span, op.made * self._span, self._state)
             for op in ops
-            if op.random
+            if op.may_draw
         ]
 
 

@@ -24,13 +24,36 @@ def random_streams_kept() -> Iterator[None]:
     """
     in_use = torch.cuda.is_initialized()
     devices = range(torch.cuda.device_count()) if in_use else ()
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    others = OtherStreams()
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        others.restore()
+
+
+class OtherStreams:
+    """Where the global streams of Python and NumPy are now."""
+
+    __slots__ = ("_keys", "_numpy", "_python")
+
+    def __init__(self) -> None:
+        self._python = random.getstate()
+        state: Any = np.random.get_state()  # its stubs allow for a dict
+        name, keys, *rest = state
+        self._keys, self._numpy = keys, (name, *rest)
+
+    def have_moved(self) -> bool:
+        """Whether anybody has drawn since."""
+        now = OtherStreams()
+        is_equal = self._python == now._python and self._numpy == now._numpy
+        return not (is_equal and np.array_equal(self._keys, now._keys))
+
+    def restore(self) -> None:
+        """Put the streams there again."""
+        random.setstate(self._python)
+        name, *rest = self._numpy
+        np.random.set_state((name, self._keys, *rest))
 
 
 def seed_streams(seed: int) -> None:

@@ -78,6 +78,9 @@ class Op:
         source: ``file:line`` of the user's code that runs it, if that is known.
         function: The autograd function that runs it in backward, with its number in
             the order of making, such as ``MaxBackward1 6``.
+        may_draw: Draws random numbers, or may for all that it says: an op that is not
+            PyTorch's own,
+        varies: and makes something else when it runs again, as `calibrate` found.
     """
 
     name: str
@@ -100,6 +103,8 @@ class Op:
     source: str = ""
     decides: tuple[int, ...] = ()
     function: str = ""
+    may_draw: bool = False
+    varies: bool = False
 
     @property
     def is_view(self) -> bool:

@@ -288,6 +288,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
                 writes=writes,
                 creates=creates,
                 random=facts.random,
+                may_draw=facts.may_draw,
                 flops=spent.flops,
                 moved_bytes=spent.moved_bytes,
                 workspace_bytes=spent.workspace_bytes,

@@ -123,7 +123,8 @@ class TapeIndex:
         fixed = {
             i
             for i, op in enumerate(tape.ops)
-            if op.name.rpartition(".")[0] in NEVER_RERUN
+            if op.varies
+            or op.name.rpartition(".")[0] in NEVER_RERUN
             or not decisions.isdisjoint((*op.creates, *op.writes))
         }
         for call in tape.calls if self.opaque else ():
@@ -305,7 +306,8 @@ def may_run_again(
     inside = index.ops_in(call.enter, call.exit)
     own = {s for i in inside for s in tape.ops[i].creates}
     pure = all(
-        own.issuperset(op.writes) and not op.random for op in (tape.ops[i] for i in ops)
+        own.issuperset(op.writes) and not op.may_draw
+        for op in (tape.ops[i] for i in ops)
     )
     pure = pure and index.fixed.isdisjoint(ops)
     return pure and not _reads_changing(index, call, list(ops), own, trigger)

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 import torch
 
-from autosac.checkpointing.reaching import reached
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
 from autosac.progress import progress_bar
 from autosac.pytrees import held_tensors, module_tensors
@@ -29,6 +28,7 @@ from autosac.step.arguments import (
 )
 from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
 from autosac.step.random_streams import random_streams_kept, seed_streams
+from autosac.step.reaching import reached
 from autosac.step.training_step import (
     AnyOptimizer,
     LossFn,

@@ -6,15 +6,17 @@ closure, defaults and globals, and attributes of these that it names.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from autosac import _compat
 from autosac.pytrees import contents
 
 _FUNCTION = types.FunctionType
@@ -60,6 +62,26 @@ def reached(function: Callable[..., Any]) -> Reached:
     reach = Reached()
     _visit(function, frozenset(), reach, set())
     return reach
+
+
+@functools.cache
+def own_generators(func: Any) -> tuple[torch.Generator, ...]:
+    """Random generators that the Python code of an operator's kernels reaches."""
+    reaches = map(reached, _compat.python_kernels(func))
+    found = [generator for reach in reaches for generator in reach.all_generators()]
+    return tuple(dict.fromkeys(found))
+
+
+@contextlib.contextmanager
+def own_generators_kept(funcs: Iterable[Any]) -> Iterator[None]:
+    """Restore the random generators that operators have of their own."""
+    own = {generator for func in set(funcs) for generator in own_generators(func)}
+    states = [(generator, generator.get_state()) for generator in own]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def _visit(value: Any, names: frozenset[str], reach: Reached, seen: set[int]) -> None:

@@ -1,0 +1,60 @@
+"""Ops that make something else when they run again on equal data.
+
+Of one that is not PyTorch's own nobody knows: it may count its calls, or have a random
+generator where nobody sees it. What a rerun makes of such an op is not what forward
+had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+
+import torch
+
+from autosac import _compat, _compat_dispatch
+from autosac.costs import synthetic_inputs
+from autosac.pytrees import tensors_in
+from autosac.step.arguments import warn
+from autosac.step.op_signatures import Signature
+from autosac.step.random_streams import random_streams_kept
+from autosac.step.reaching import own_generators_kept
+
+
+def varying(signatures: Iterable[Signature], *, device: torch.device) -> set[Signature]:
+    """Ops that are not PyTorch's own and vary on made-up data; a warning names them.
+
+    Args:
+        signatures: Ops that run there.
+        device: Where.
+    """
+    foreign = [s for s in signatures if _compat.is_foreign(s.func)]
+    if not foreign:
+        return set()
+    with _compat_dispatch.as_a_step_begins(), _compat.no_modes():
+        found = {signature for signature in foreign if _varies(signature, device)}
+    if found:
+        names = ", ".join(sorted({f"`{signature.func}`" for signature in found}))
+        warn(
+            f"Run twice on equal data, {names} made other results: a plan keeps them,"
+            " and never runs them again. If they draw random numbers, let them draw"
+            " from PyTorch's default generators."
+        )
+    return found
+
+
+def _varies(signature: Signature, device: torch.device) -> bool:
+    # It ran before; memory may have run short since.
+    with suppress(RuntimeError):
+        first, second = _results(signature, device), _results(signature, device)
+        return not all(map(torch.equal, first, second))
+    return False
+
+
+def _results(signature: Signature, device: torch.device) -> list[torch.Tensor]:
+    """What an op makes or changes; floating-point numbers, as others may be scratch."""
+    with torch.no_grad(), random_streams_kept(), own_generators_kept([signature.func]):
+        args, kwargs = synthetic_inputs.arguments(signature, device)
+        out = signature.func(*args, **kwargs)
+    tensors = tensors_in((out, args, kwargs))
+    return [torch.nan_to_num(t) for t in tensors if t.is_floating_point()]
