@@ -364,7 +364,7 @@ class Record:
     def add_results(self, call: Call, traits: Traits, action: str, out: Any) -> None:
         """Note the results of an op that may run again."""
         if call.states is not None:
-            call.states.settle()
+            call.states.settle(out)
         outputs = (out,) if isinstance(out, torch.Tensor) else tensors_in(out)
         for tensor in outputs:
             result = None

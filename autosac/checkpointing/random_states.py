@@ -10,6 +10,7 @@ import torch
 
 from autosac import _compat_fakes
 from autosac._compat_dispatch import Traits
+from autosac.checkpointing.first_reruns import FirstCall, first_call
 from autosac.pytrees import tensors_in
 from autosac.step.random_streams import OtherStreams
 from autosac.step.reaching import own_generators
@@ -28,7 +29,7 @@ class RandomStates:
         kwargs: and those by name.
     """
 
-    __slots__ = ("_others", "_states")
+    __slots__ = ("_first", "_others", "_states", "_traits")
 
     def __init__(self, traits: Traits, args: Any, kwargs: Any) -> None:
         generators = [_generator(args, kwargs)]
@@ -37,10 +38,18 @@ class RandomStates:
             generators = list(dict.fromkeys(generators))
         # Not tensors: random states must not count as the model's memory.
         self._states = [(g, _bytes_of(g.get_state())) for g in generators]
+        self._traits = traits
+        self._first: FirstCall | None = None
         self._others = OtherStreams() if traits.is_foreign else None
 
-    def settle(self) -> None:
-        """Drop the states of Python and NumPy if the op has not moved them."""
+    def settle(self, out: Any = None) -> None:
+        """The op has run: drop the states of Python and NumPy if it has not moved them.
+
+        Args:
+            out: What it returned, if a rerun of it is certain.
+        """
+        if self._traits.is_foreign and out is not None:
+            self._first = first_call(self._traits.func, out)
         if self._others is not None and not self._others.have_moved():
             self._others = None
 
@@ -54,12 +63,16 @@ class RandomStates:
                 generator.set_state(earlier)
             if self._others is not None:
                 self._others.restore()
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
         finally:
             for (generator, _), now in zip(self._states, present, strict=True):
                 generator.set_state(now)
             if others is not None:
                 others.restore()
+        if self._first is not None:
+            self._first.compare(out)
+            self._first = None
+        return out
 
 
 def random_states(traits: Traits, args: Any, kwargs: Any) -> RandomStates | None:

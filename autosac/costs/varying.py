@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from autosac import _compat, _compat_dispatch
 from autosac.costs import synthetic_inputs
-from autosac.pytrees import tensors_in
 from autosac.step.arguments import warn
+from autosac.step.equal_results import differ, numbers_in
 from autosac.step.op_signatures import Signature
 from autosac.step.random_streams import random_streams_kept
 from autosac.step.reaching import own_generators_kept
@@ -46,15 +48,13 @@ def varying(signatures: Iterable[Signature], *, device: torch.device) -> set[Sig
 def _varies(signature: Signature, device: torch.device) -> bool:
     # It ran before; memory may have run short since.
     with suppress(RuntimeError):
-        first, second = _results(signature, device), _results(signature, device)
-        return not all(map(torch.equal, first, second))
+        return differ(_results(signature, device), _results(signature, device))
     return False
 
 
-def _results(signature: Signature, device: torch.device) -> list[torch.Tensor]:
-    """What an op makes or changes; floating-point numbers, as others may be scratch."""
+def _results(signature: Signature, device: torch.device) -> list[npt.NDArray[Any]]:
+    """What an op makes or changes."""
     with torch.no_grad(), random_streams_kept(), own_generators_kept([signature.func]):
         args, kwargs = synthetic_inputs.arguments(signature, device)
         out = signature.func(*args, **kwargs)
-    tensors = tensors_in((out, args, kwargs))
-    return [torch.nan_to_num(t) for t in tensors if t.is_floating_point()]
+    return numbers_in((out, args, kwargs))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.step.equal_results import differ, numbers_in
 from autosac.step.random_streams import stream_states
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,3 +187,25 @@ def test_an_op_that_varies_is_never_run_again_once_calibrating_has_seen_it():
     CALLS[0] = 0
     assert_equal(step(planned, x), expected)
     assert CALLS == [3]
+
+
+def test_an_op_that_varies_is_refused_where_it_runs_again():
+    x = torch.randn(ROWS, WIDTH)
+    profile = autosac.profile(make_counted(), x, loss_fn=loss)
+    planned = make_counted()
+    autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(planned)
+
+    with pytest.raises(autosac.UnsupportedError, match=r"counted\.default` made"):
+        step(planned, x)
+
+
+def test_sums_in_any_order_and_scratch_are_no_other_results():
+    made = torch.tensor([1.0, -3.0, torch.nan, torch.inf])
+    rounded = made * (1 + 1e-6)
+
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        first = numbers_in([made.to(dtype), torch.tensor([1])])
+        second = numbers_in([rounded.to(dtype), torch.tensor([2])])
+        other = numbers_in([made.flip(0).to(dtype), torch.tensor([1])])
+        assert not differ(first, second)
+        assert differ(first, other)
