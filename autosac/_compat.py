@@ -43,6 +43,7 @@ __all__ = [
     "TRACE_ERRORS",
     "is_foreign",
     "is_random",
+    "may_draw",
     "python_kernels",
     "run_ignored",
     "written_arguments",
@@ -357,6 +358,11 @@ def is_random(func: Any) -> bool:
 def is_foreign(func: Any) -> bool:
     """Whether an operator is not PyTorch's own, so that tags may be missing."""
     return getattr(func, "namespace", "aten") not in _TAGGED
+
+
+def may_draw(func: Any) -> bool:
+    """Whether an operator draws random numbers, or may for all that it says."""
+    return is_random(func) or is_foreign(func)
 
 
 def python_kernels(func: Any) -> list[Any]:

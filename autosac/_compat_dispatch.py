@@ -51,7 +51,7 @@ class Traits:
         self.is_hidden = str(func) in _compat.HIDDEN_VIEWS
         self.is_random = _compat.is_random(func)
         self.is_foreign = _compat.is_foreign(func)
-        self.may_draw = self.is_random or self.is_foreign
+        self.may_draw = _compat.may_draw(func)
         self.statistics = _compat.hidden_writes(func)
         schema = getattr(func, "_schema", None)
         self.written = tuple(

@@ -82,7 +82,7 @@ class Facts:
     ) -> None:
         self.name = str(func)
         self.random = _compat.is_random(func)
-        self.may_draw = self.random or _compat.is_foreign(func)
+        self.may_draw = _compat.may_draw(func)
         self.wrapped = len(_compat.wrapped_numbers(func, args))
         floats = (t.dtype for t in outputs if t.is_floating_point())
         self.dtype = str(next(floats, ""))[6:]

@@ -166,7 +166,7 @@ class GraphReader:
         """Whether a node must not run twice, such as random draws and updates."""
         target: Any = node.target
         name = str(target)
-        if _compat.is_random(target) or node.is_impure():
+        if _compat.may_draw(target) or node.is_impure():
             return True
         if name.rpartition(".")[0] in NEVER_RERUN:
             return True

@@ -227,9 +227,9 @@ def _maker(node: fx.Node) -> fx.Node:
 
 
 def _erase_dead(graph: fx.Graph) -> None:
-    """Erase nodes without users; but random ops draw, and optimizers update."""
+    """Erase nodes without users; but ops may draw, and optimizers update."""
     for node in reversed(graph.nodes):
         is_op = node.op == "call_function" and not node.users
-        is_pure = not node.is_impure() and not _compat.is_random(node.target)
+        is_pure = not node.is_impure() and not _compat.may_draw(node.target)
         if is_op and is_pure and _compat_graphs.placement(node) != "is_optimizer":
             graph.erase_node(node)
