@@ -330,8 +330,15 @@ def test_a_nest_that_runs_other_ops_still_computes_the_same():
     assert_equal(train(case, plain), train(case, model))
 
 
+@torch.library.custom_op("autosac_tests::murmur", mutates_args=())
+def murmur(x: torch.Tensor) -> torch.Tensor:
+    """Noise without a tag that says so."""
+    return torch.rand_like(x)
+
+
 BETWEEN = {
     "draws": lambda block, x: x + torch.rand_like(x),
+    "draws without saying so": lambda block, x: x + murmur(x.detach()),
     "drops": lambda block, x: nn.functional.dropout(x, 0.5),
     "counts": lambda block, x: x * block.level.add_(1).clone(),
     "changes its argument": lambda block, x: block.given.mul_(0.5) + x,
