@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.library import _impls
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import (
@@ -46,6 +47,7 @@ __all__ = [
     "may_draw",
     "python_kernels",
     "run_ignored",
+    "runs_python",
     "written_arguments",
 ]
 
@@ -76,7 +78,7 @@ _TAGGED = frozenset(
         *("aten", "prims", "prim", "inductor_prims", "rngprims", "higher_order"),
         *("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"),
         *("quantized", "_quantized", "onednn", "mkldnn", "mkldnn_prepacked", "mkl"),
-        *("sparse", "inductor", "fsdp", "_dtensor", "profiler", "cuda"),
+        *("sparse", "inductor", "fsdp", "_dtensor", "profiler", "cuda", "_native"),
     }
 )
 
@@ -363,6 +365,12 @@ def is_foreign(func: Any) -> bool:
 def may_draw(func: Any) -> bool:
     """Whether an operator draws random numbers, or may for all that it says."""
     return is_random(func) or is_foreign(func)
+
+
+def runs_python(func: Any) -> bool:
+    """Whether an operator's kernel, or one for some device, is a function in Python."""
+    start = func._schema.name.replace("::", "/")
+    return any(name.startswith((f"{start}/", f"{start}.")) for name in _impls)
 
 
 def python_kernels(func: Any) -> list[Any]:

@@ -29,7 +29,8 @@ class Traits:
         is_hidden: and its schema does not say so.
         is_random: It draws from a random generator.
         is_foreign: It is not PyTorch's own,
-        may_draw: and may draw for all that it says; or it is random.
+        runs_python: and has a kernel in Python.
+        may_draw: It draws random numbers, or may for all that it says.
         statistics: Positions of running statistics, which it may update as well.
         written: Positions and names of the arguments that it mutates, by its schema.
         returned: Positions of the mutated arguments that it returns.
@@ -40,8 +41,8 @@ class Traits:
 
     __slots__ = (
         *("func", "is_foreign", "is_hidden", "is_literal", "is_random", "is_view"),
-        *("is_wait", "may_draw", "name", "only_makes", "returned", "statistics"),
-        "written",
+        *("is_wait", "may_draw", "name", "only_makes", "returned"),
+        *("runs_python", "statistics", "written"),
     )
 
     def __init__(self, func: Any) -> None:
@@ -51,6 +52,7 @@ class Traits:
         self.is_hidden = str(func) in _compat.HIDDEN_VIEWS
         self.is_random = _compat.is_random(func)
         self.is_foreign = _compat.is_foreign(func)
+        self.runs_python = self.is_foreign and _compat.runs_python(func)
         self.may_draw = _compat.may_draw(func)
         self.statistics = _compat.hidden_writes(func)
         schema = getattr(func, "_schema", None)

@@ -20,8 +20,8 @@ class RandomStates:
     """Where the streams were that an op may draw from, before it runs.
 
     One of PyTorch's draws from the generator that it is given, or that of its device.
-    Others may also draw from that of the CPU, from the streams of Python and NumPy, and
-    from generators that their Python code names.
+    Others may also draw from that of the CPU; in Python from the global streams of
+    Python and NumPy, too, and from generators that their code names.
 
     Args:
         traits: Of the op.
@@ -40,7 +40,7 @@ class RandomStates:
         self._states = [(g, _bytes_of(g.get_state())) for g in generators]
         self._traits = traits
         self._first: FirstCall | None = None
-        self._others = OtherStreams() if traits.is_foreign else None
+        self._others = OtherStreams() if traits.runs_python else None
 
     def settle(self, out: Any = None) -> None:
         """The op has run: drop the states of Python and NumPy if it has not moved them.

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac._compat_dispatch import traits
 from autosac.step.equal_results import differ, numbers_in
 from autosac.step.random_streams import stream_states
 
@@ -209,3 +210,12 @@ def test_sums_in_any_order_and_scratch_are_no_other_results():
         other = numbers_in([made.flip(0).to(dtype), torch.tensor([1])])
         assert not differ(first, second)
         assert differ(first, other)
+
+
+def test_kernels_in_python_are_known_however_they_are_registered():
+    with torch.library._scoped_library("autosac_foreign_tests", "DEF") as library:
+        library.define("maker(Tensor x) -> Tensor")
+        library.impl("maker", lambda x: x * random.random(), "CPU")
+        assert traits(torch.ops.autosac_foreign_tests.maker.default).runs_python
+    assert traits(torch.ops.autosac_tests.noisy.default).runs_python
+    assert not traits(torch.ops.aten.rand.default).runs_python
