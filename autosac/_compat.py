@@ -367,15 +367,21 @@ def may_draw(func: Any) -> bool:
     return is_random(func) or is_foreign(func)
 
 
+def _qualified_name(func: Any) -> str:
+    """Such as ``aten::mul``; a higher-order operator has none."""
+    schema = getattr(func, "_schema", None)
+    return "" if schema is None else str(schema.name)
+
+
 def runs_python(func: Any) -> bool:
     """Whether an operator's kernel, or one for some device, is a function in Python."""
-    start = func._schema.name.replace("::", "/")
+    start = _qualified_name(func).replace("::", "/")
     return any(name.startswith((f"{start}/", f"{start}.")) for name in _impls)
 
 
 def python_kernels(func: Any) -> list[Any]:
     """Functions in Python that `torch.library.custom_op` made an operator of."""
-    definition = OPDEFS.get(getattr(func._schema, "name", ""))
+    definition = OPDEFS.get(_qualified_name(func))
     if definition is None:
         return []
     return [definition._init_fn, *definition._backend_fns.values()]
