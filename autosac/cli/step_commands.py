@@ -47,7 +47,6 @@ from autosac.cli.usage import (
 )
 from autosac.devices.specs import KNOWN_DEVICES
 from autosac.pictures.pictures import check_suffix
-from autosac.step.arguments import optimizer_class
 
 if TYPE_CHECKING:
     from autosac.results.sweeps import Sweep
@@ -336,7 +335,7 @@ def verify(
         def make_optimizer(built: Any) -> Any:
             maker = last.pop("optimizer")
             if isinstance(maker, str):
-                maker = optimizer_class(maker)
+                maker = cli.models.optimizer_class(maker)
             if cli.models.is_optimizer(maker):
                 return maker
             return maker(built.parameters())
