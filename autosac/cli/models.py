@@ -243,9 +243,12 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, value  # a word is a text
 
 
-def is_optimizer(maker: Any) -> bool:
-    """Whether a factory returned an optimizer, not what makes one."""
-    return isinstance(maker, torch.optim.Optimizer)
+def optimizer_of(model: torch.nn.Module, given: Any) -> Any:
+    """An optimizer out of what a factory returns: one, its name, or what makes one."""
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    maker = optimizer_class(given) if isinstance(given, str) else given
+    return maker(model.parameters())
 
 
 def hf_path(name: str) -> Path | None:

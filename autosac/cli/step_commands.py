@@ -333,12 +333,7 @@ def verify(
             return built
 
         def make_optimizer(built: Any) -> Any:
-            maker = last.pop("optimizer")
-            if isinstance(maker, str):
-                maker = cli.models.optimizer_class(maker)
-            if cli.models.is_optimizer(maker):
-                return maker
-            return maker(built.parameters())
+            return cli.models.optimizer_of(built, last.pop("optimizer"))
 
         verification = autosac.verify(
             loaded,
