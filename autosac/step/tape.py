@@ -81,6 +81,7 @@ class Op:
         may_draw: Draws random numbers, or may for all that it says: an op that is not
             PyTorch's own,
         varies: and makes something else when it runs again, as `calibrate` found.
+        settings: Number of the global settings of PyTorch that it runs under.
     """
 
     name: str
@@ -105,6 +106,7 @@ class Op:
     function: str = ""
     may_draw: bool = False
     varies: bool = False
+    settings: int = 0
 
     @property
     def is_view(self) -> bool:

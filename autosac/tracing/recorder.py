@@ -29,6 +29,7 @@ from autosac.step.loss_graphs import loss_memory
 from autosac.step.tape import LossMemory, Op, Storage, Tape
 from autosac.tracing import untold
 from autosac.tracing.account import blas_storages
+from autosac.tracing.ambient_settings import AmbientSettings
 from autosac.tracing.attribution import Attribution
 from autosac.tracing.failures import bypasses, differentiates, place_of, too_large
 from autosac.tracing.learned import Learned, LiveViews, Retrace
@@ -106,6 +107,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         self.views = LiveViews()
         self.real_ops = RealOps()
         self.thread = OneThread()
+        self.settings = AmbientSettings(target.type if target else device_type)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -299,6 +301,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
                 decides=decides,
                 source=source_lines.running(self.phase),
                 function=self.modules.function if self.phase == "backward" else "",
+                settings=self.settings.number(self.phase),
             )
         )
 

@@ -26,7 +26,7 @@ BATCH_NORM_OPS = frozenset(
 )
 
 # Ops that choose among near-equal values: never made twice, nor are those that decide a
-# shape (`Op.decides`). Names of the overload packets.
+# shape (`Op.decides`), or run under settings of their own. Names of the overload packets.
 NEVER_RERUN = frozenset(
     {
         "aten.topk",
@@ -126,11 +126,17 @@ class TapeIndex:
             if op.varies
             or op.name.rpartition(".")[0] in NEVER_RERUN
             or not decisions.isdisjoint((*op.creates, *op.writes))
-        }
+        } | self._set_apart()
         for call in tape.calls if self.opaque else ():
             if call.module in self.opaque:
                 fixed.update(self.ops_in(call.enter, call.exit))
         return fixed | self._filled_unseen()
+
+    def _set_apart(self) -> set[int]:
+        """Ops that run under other global settings than backward, where units rerun."""
+        ops = self.tape.ops
+        usual = next((op.settings for op in ops if op.phase == "backward"), 0)
+        return {i for i, op in enumerate(ops) if op.settings != usual}
 
     def _filled_unseen(self) -> set[int]:
         """Ops that make empty memory which the next op that computes reads."""

@@ -1,0 +1,126 @@
+"""Ops that forward runs under other global settings are not made again."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import nn
+
+import autosac
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:TF32 acceleration"),
+]
+
+ROWS, WIDTH = 256, 64
+
+
+@contextlib.contextmanager
+def _set(read, write, value):
+    before = read()
+    write(value)
+    try:
+        yield
+    finally:
+        write(before)
+
+
+def in_float64():
+    return _set(torch.get_default_dtype, torch.set_default_dtype, torch.float64)
+
+
+def in_bfloat16_products():
+    read, write = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    return _set(read, write, "medium")
+
+
+def without_onednn():
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
+def in_onednn_bfloat16():
+    return torch.backends.mkldnn.flags(enabled=True, fp32_precision="bf16")
+
+
+def on_two_threads():
+    return _set(torch.get_num_threads, torch.set_num_threads, 2)
+
+
+def without_denormals():
+    return _set(lambda: False, torch.set_flush_denormal, True)
+
+
+SETTINGS = [
+    contextlib.nullcontext,
+    in_float64,
+    in_bfloat16_products,
+    without_onednn,
+    in_onednn_bfloat16,
+    on_two_threads,
+    without_denormals,
+]
+
+
+class Block(nn.Module):
+    def __init__(self, around):
+        super().__init__()
+        self.around = around
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mix = nn.Conv1d(4, 4, 3, padding=1)
+        self.register_buffer("tiny", torch.tensor(1e-39))
+        self.register_buffer("huge", torch.tensor(1e38))
+
+    def forward(self, x):
+        with self.around():
+            h = self.up(x)
+            h = self.mix(h.view(-1, 4, WIDTH)).flatten(1)
+            h = h * torch.randn(h.shape).float() + torch.linspace(0, 1, 256).sqrt()
+            h = h.float() + (h.float() * self.tiny) * self.huge
+            h = h + h.sum().sin()
+        h = nn.functional.gelu(h.tanh()).sigmoid()
+        return x + self.down(h)
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+def trained_as_planned(make_model, share):
+    """A verified plan, so far from its floor to its plain peak."""
+    x = torch.randn(ROWS, WIDTH)
+    profile = autosac.profile(make_model(), x, loss_fn=mean_square, optimizer="sgd")
+    profile = autosac.calibrate(profile, progress=False)
+    floor, highest = autosac.floor(profile), profile.baseline_peak_bytes
+    plan = autosac.plan(profile, memory_budget=floor + int(share * (highest - floor)))
+    return plan, autosac.verify(
+        plan,
+        make_model,
+        lambda: x,
+        make_optimizer="sgd",
+        loss_fn=mean_square,
+        timing_rounds=0,
+    )
+
+
+@pytest.mark.parametrize("around", SETTINGS)
+def test_what_runs_under_another_setting_is_saved(around):
+    plan, done = trained_as_planned(
+        lambda: nn.Sequential(*[Block(around) for _ in range(3)]), 0.0
+    )
+
+    assert plan.policy
+    assert not done.differences
+    assert done.measured_peak_bytes == plan.peak_bytes <= plan.budget_bytes
+
+
+def test_a_setting_that_holds_in_the_whole_step_forbids_nothing():
+    def make_model():
+        return nn.Sequential(*[Block(contextlib.nullcontext) for _ in range(3)])
+
+    expected, _ = trained_as_planned(make_model, 0.0)
+    with without_onednn():
+        plan, done = trained_as_planned(make_model, 0.0)
+
+    assert plan.policy == expected.policy
+    assert not done.differences
