@@ -70,6 +70,8 @@ def _thaw(value: Any, device: torch.device) -> Any:
     """Made-up data for one frozen argument."""
     if isinstance(value, tuple):
         return [_thaw(item, device) for item in value]
+    if isinstance(value, torch.Generator):
+        return torch.Generator(value.device)  # the user's own is left alone
     if not isinstance(value, Layout):
         return value
     reach = 1 + sum(

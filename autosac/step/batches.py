@@ -7,20 +7,15 @@ batch has, and its dataset and `collate_fn` make the batch in this process.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
-import random
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from autosac.errors import ArgumentError
-from autosac.step.random_streams import random_streams_kept
+from autosac.step.random_streams import generators_kept, random_streams_kept
 
 MOST_BATCHES = 512  # of a loader that are looked at
 _LONGEST_EPOCH = 2**20  # batches; samplers may have no end
@@ -70,7 +65,7 @@ def _kept(
     """Batches that leave all random streams alone, also between two of them."""
     batches = None
     while True:
-        with random_streams_kept(), _own_streams_kept(loader.dataset):
+        with random_streams_kept(), generators_kept(_values(loader.dataset)):
             batches = begin() if batches is None else batches
             try:
                 entry = next(batches)
@@ -157,22 +152,6 @@ def _streamed(loader: DataLoader[Any]) -> Iterator[Any]:
         yield loader.collate_fn(batch)
 
 
-@contextlib.contextmanager
-def _own_streams_kept(dataset: Any) -> Iterator[None]:
-    """Restore the generators that a dataset draws its augmentations from."""
-    restore: list[Callable[[], object]] = []
-    for value in vars(dataset).values() if hasattr(dataset, "__dict__") else ():
-        if isinstance(value, torch.Generator):
-            restore.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, random.Random):
-            restore.append(partial(value.setstate, value.getstate()))
-        elif isinstance(value, np.random.RandomState):
-            restore.append(partial(value.set_state, value.get_state()))
-        elif isinstance(value, np.random.Generator):
-            bits = value.bit_generator
-            restore.append(partial(setattr, bits, "state", bits.state))
-    try:
-        yield
-    finally:
-        for put_back in restore:
-            put_back()
+def _values(dataset: Any) -> list[Any]:
+    """What a dataset holds, such as the generator of its augmentations."""
+    return list(getattr(dataset, "__dict__", {}).values())

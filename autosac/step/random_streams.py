@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,11 @@ from torch.utils._pytree import tree_leaves
 from autosac.step.extreme_draws import ExtremeDraws, extreme_draws
 
 HIGHEST, LOWEST = -1, -2  # in place of seeds: see `extreme_draws`
+
+GENERATORS = (
+    *(torch.Generator, random.Random),
+    *(np.random.RandomState, np.random.Generator),
+)
 
 
 @contextlib.contextmanager
@@ -54,6 +60,27 @@ class OtherStreams:
         random.setstate(self._python)
         name, *rest = self._numpy
         np.random.set_state((name, self._keys, *rest))
+
+
+@contextlib.contextmanager
+def generators_kept(generators: Iterable[Any]) -> Iterator[None]:
+    """Restore generators of PyTorch, Python or NumPy; what is none is left alone."""
+    restore = [_restorer(one) for one in generators if isinstance(one, GENERATORS)]
+    try:
+        yield
+    finally:
+        for put_back in restore:
+            put_back()
+
+
+def _restorer(generator: Any) -> Callable[[], object]:
+    """What puts a generator back to where it is now."""
+    if isinstance(generator, np.random.Generator):
+        bits = generator.bit_generator
+        return partial(setattr, bits, "state", bits.state)
+    if isinstance(generator, random.Random):
+        return partial(generator.setstate, generator.getstate())
+    return partial(generator.set_state, generator.get_state())
 
 
 def seed_streams(seed: int) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from autosac.step.source_lines import is_users
+from autosac.tracing.own_generators import own_generators_kept
 
 _MOST_ITEMS = 1000  # of a container that is looked at
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
@@ -58,7 +59,9 @@ def own_functions(
             own.exchange_in(vars(module))
     if isinstance(optimizer, torch.optim.Optimizer):
         own.exchange_in(vars(optimizer))
-    return own.of(loss_fn), own.puts_back()
+    own_loss, puts_back = own.of(loss_fn), own.puts_back()
+    puts_back.enter_context(own_generators_kept(original, loss_fn, optimizer))
+    return own_loss, puts_back
 
 
 class _Own:

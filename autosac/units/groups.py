@@ -26,7 +26,7 @@ BATCH_NORM_OPS = frozenset(
 )
 
 # Ops that choose among near-equal values: never made twice, nor are those that decide a
-# shape (`Op.decides`), or run under settings of their own. Names of the overload packets.
+# shape (`Op.decides`) or run under settings of their own. Names of overload packets.
 NEVER_RERUN = frozenset(
     {
         "aten.topk",

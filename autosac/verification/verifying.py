@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -38,6 +38,7 @@ from autosac.step.training_step import (
 from autosac.storages import storage_bytes
 from autosac.summaries import Summarized, Summary, Table
 from autosac.tracing.failures import quoted
+from autosac.tracing.own_generators import own_generators_kept
 from autosac.verification.measuring import (
     State,
     capture_state,
@@ -52,6 +53,7 @@ from autosac.verification.planned_steps import (
 
 MakeOptimizer = Callable[[Any], AnyOptimizer | None]
 
+_R = TypeVar("_R")
 _ONLY_HERE = 2  # references: of a local name, and of an argument
 
 
@@ -156,7 +158,7 @@ def verify(
 
     The model is built anew for each run, from the same seed, and only one is alive
     at a time. Random number generators of PyTorch, Python and NumPy are left as they
-    were found.
+    were found, and each run begins with those of the user's own where they are now.
 
     Args:
         plan: The plan to check.
@@ -417,6 +419,18 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
 
+def _alone(run: Callable[[Recipe, AppliesToModel | None], _R]) -> Callable[..., _R]:
+    """A run that leaves the user's own generators as it found them, for the next."""
+
+    def kept(recipe: Recipe, plan: AppliesToModel | None) -> _R:
+        makers = (recipe.make_model, recipe.make_inputs, recipe.make_optimizer)
+        with own_generators_kept(*makers, recipe.loss_fn):
+            return run(recipe, plan)
+
+    return kept
+
+
+@_alone
 def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, State]:
     run = _Run(recipe, plan)
     warn_of_another_batch(plan, run.model, run.args, run.kwargs)
@@ -443,6 +457,7 @@ def _median_ms(measured: _Measured) -> float:
     return statistics.median(measured.times_ms) if measured.times_ms else math.nan
 
 
+@_alone
 def _time(recipe: Recipe, plan: AppliesToModel | None) -> float:
     run = _Run(recipe, plan)
     run.step()  # creates the optimizer state and warms caches
