@@ -67,7 +67,12 @@ class Traits:
         self.is_wait = self.name in WAITS
 
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The arguments of a call that it mutates."""
+        """The arguments of a call that it mutates.
+
+        A resize to the same size is none, and autograd counts none.
+        """
+        if self.func is _RESIZE and args[0].shape == torch.Size(args[1]):
+            return []
         return [
             args[i] if i < len(args) else kwargs.get(name) for i, name in self.written
         ]
@@ -91,6 +96,7 @@ def next_node_behind(func: Any) -> int:
     return _compat_autograd.next_sequence_nr()
 
 
+_RESIZE = torch.ops.aten.resize_.default
 _traits: dict[int, Traits] = {}
 _NOTHING = contextlib.nullcontext()
 
