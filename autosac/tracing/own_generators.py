@@ -7,6 +7,7 @@ of the model share it.
 from __future__ import annotations
 
 import contextlib
+import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ def own_generators(*reaching: Any) -> list[Any]:
     rest = list(reversed(reaching))
     while rest and len(seen) < _MOST_OBJECTS:
         value = rest.pop()
-        if id(value) in seen or type(value) in _ATOMS:
+        kind = type(value)
+        if kind in _ATOMS or (kind in _CONTAINERS and not value) or id(value) in seen:
             continue
         seen[id(value)] = value
         if isinstance(value, GENERATORS):
@@ -76,26 +78,24 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _parts_of_class(value: type) -> list[Any]:
-    """Members of a class that is not a library's, or of a module of any library's."""
-    is_module = issubclass(value, torch.nn.Module)
-    if value.__module__.partition(".")[0] in ("torch", "builtins", "numpy"):
+    """Members of a class that is not a library's."""
+    if _is_of_library(value):
         return []
     kinds = (types.FunctionType, staticmethod, classmethod, property, *GENERATORS)
     members = [v for v in vars(value).values() if isinstance(v, kinds)]
-    own = [m for m in members if is_module or not _is_of_library(m)]
-    return [*value.__bases__, *own]
+    return [*value.__bases__, *members]
 
 
 def _is_of_library(value: Any) -> bool:
-    """Whether a function is one of an installed package."""
-    code = getattr(value, "__code__", None)
-    path = code.co_filename if isinstance(code, types.CodeType) else ""
-    return any(name in path for name in _LIBRARIES)
+    """Whether a function or class is Python's own or one of an installed package."""
+    module = sys.modules.get(value.__module__ or "")
+    path = getattr(module, "__file__", None) or ""
+    return value.__module__ == "builtins" or any(name in path for name in _LIBRARIES)
 
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:
     """What a function of the user's reads: its cells, defaults and global names."""
-    if not is_users(function.__code__.co_filename):
+    if _is_of_library(function) or not is_users(function.__code__.co_filename):
         return [function.__dict__]  # `__wrapped__`, of a decorator
     parts: list[Any] = [function.__defaults__, function.__kwdefaults__]
     parts.append(function.__dict__)
@@ -108,16 +108,9 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
             members = [vars(value)[name] for name in names if name in vars(value)]
             kinds = (*GENERATORS, types.FunctionType)
             parts += [m for m in members if isinstance(m, kinds)]
-        elif _is_looked_at(value, function):
+        else:
             parts.append(value)
     return parts
-
-
-def _is_looked_at(value: Any, function: types.FunctionType) -> bool:
-    """Whether a global object is: of a library's functions those of the same file."""
-    if not isinstance(value, (types.FunctionType, type)):
-        return True
-    return value.__module__ == function.__module__ or not _is_of_library(value)
 
 
 def _names(code: types.CodeType) -> set[str]:
