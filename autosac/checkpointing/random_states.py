@@ -13,7 +13,7 @@ from autosac._compat_dispatch import Traits
 from autosac.checkpointing.first_reruns import FirstCall, first_call
 from autosac.pytrees import tensors_in
 from autosac.step.random_streams import OtherStreams
-from autosac.step.reaching import own_generators
+from autosac.step.reaching import op_generators
 
 
 class RandomStates:
@@ -34,7 +34,7 @@ class RandomStates:
     def __init__(self, traits: Traits, args: Any, kwargs: Any) -> None:
         generators = [_generator(args, kwargs)]
         if traits.is_foreign:
-            generators += [torch.default_generator, *own_generators(traits.func)]
+            generators += [torch.default_generator, *op_generators(traits.func)]
             generators = list(dict.fromkeys(generators))
         # Not tensors: random states must not count as the model's memory.
         self._states = [(g, _bytes_of(g.get_state())) for g in generators]

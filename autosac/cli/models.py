@@ -247,7 +247,7 @@ def optimizer_of(model: torch.nn.Module, given: Any) -> Any:
     """An optimizer out of what a factory returns: one, its name, or what makes one."""
     if isinstance(given, torch.optim.Optimizer):
         return given
-    maker = optimizer_class(given) if isinstance(given, str) else given
+    maker: Any = optimizer_class(given) if isinstance(given, str) else given
     return maker(model.parameters())
 
 

@@ -20,7 +20,7 @@ from autosac.step.arguments import warn
 from autosac.step.equal_results import differ, numbers_in
 from autosac.step.op_signatures import Signature
 from autosac.step.random_streams import random_streams_kept
-from autosac.step.reaching import own_generators_kept
+from autosac.step.reaching import op_generators_kept
 
 
 def varying(signatures: Iterable[Signature], *, device: torch.device) -> set[Signature]:
@@ -54,7 +54,7 @@ def _varies(signature: Signature, device: torch.device) -> bool:
 
 def _results(signature: Signature, device: torch.device) -> list[npt.NDArray[Any]]:
     """What an op makes or changes."""
-    with torch.no_grad(), random_streams_kept(), own_generators_kept([signature.func]):
+    with torch.no_grad(), random_streams_kept(), op_generators_kept([signature.func]):
         args, kwargs = synthetic_inputs.arguments(signature, device)
         out = signature.func(*args, **kwargs)
     return numbers_in((out, args, kwargs))

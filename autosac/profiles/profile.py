@@ -35,7 +35,7 @@ from autosac.step.batch_signatures import positional_names, signature_of
 from autosac.step.marks import Marks
 from autosac.step.op_signatures import Signature
 from autosac.step.random_streams import random_streams_kept
-from autosac.step.reaching import own_generators_kept
+from autosac.step.reaching import op_generators_kept
 from autosac.step.training_step import LossFn, normalize_inputs
 from autosac.tracing.probing import marked_modules
 from autosac.tracing.real_steps import corrected
@@ -302,7 +302,7 @@ def calibrate(
         )
     signatures = (op.signature for op in profile.tape.ops)
     funcs = [s.func for s in signatures if isinstance(s, Signature)]
-    with random_streams_kept(), own_generators_kept(funcs):
+    with random_streams_kept(), op_generators_kept(funcs):
         return _calibrated(
             profile, cache=cache, refresh=refresh, progress=progress, real=real_step
         )

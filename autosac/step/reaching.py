@@ -6,11 +6,11 @@ closure, defaults and globals, and attributes of these that it names.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from autosac import _compat
 from autosac.pytrees import contents
+from autosac.step.random_streams import generators_kept
 
 _FUNCTION = types.FunctionType
 _FOUND_IN_MODULES = (torch.nn.Module, torch.Tensor, torch.Generator)  # of Python
@@ -65,23 +66,16 @@ def reached(function: Callable[..., Any]) -> Reached:
 
 
 @functools.cache
-def own_generators(func: Any) -> tuple[torch.Generator, ...]:
+def op_generators(func: Any) -> tuple[torch.Generator, ...]:
     """Random generators that the Python code of an operator's kernels reaches."""
     reaches = map(reached, _compat.python_kernels(func))
     found = [generator for reach in reaches for generator in reach.all_generators()]
     return tuple(dict.fromkeys(found))
 
 
-@contextlib.contextmanager
-def own_generators_kept(funcs: Iterable[Any]) -> Iterator[None]:
+def op_generators_kept(funcs: Iterable[Any]) -> AbstractContextManager[None]:
     """Restore the random generators that operators have of their own."""
-    own = {generator for func in set(funcs) for generator in own_generators(func)}
-    states = [(generator, generator.get_state()) for generator in own]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
+    return generators_kept(g for func in set(funcs) for g in op_generators(func))
 
 
 def _visit(value: Any, names: frozenset[str], reach: Reached, seen: set[int]) -> None:
