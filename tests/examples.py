@@ -1,6 +1,6 @@
 """How many examples hypothesis draws.
 
-Three tenths of what is asked for, as all tests have ten minutes on two cores; without
+A quarter of what is asked for, as all tests have ten minutes on two cores; without
 the slow tests, a tenth.
 """
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 
 DEFAULT = 100
-_share = 0.3
+_share = 0.25
 
 
 def draw_fewer() -> None:

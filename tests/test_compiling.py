@@ -9,6 +9,7 @@ from torch import nn
 import autosac
 from autosac.errors import ArgumentError
 from autosac.pytrees import module_tensors
+from autosac.step.random_streams import seed_streams
 from autosac.storages import storage_bytes
 from autosac.verification.measuring import capture_state, differences, measure_peak
 from tests.models import ConvNet, Mlp
@@ -48,7 +49,7 @@ def made(kind):
 
 def step(compiled, model, inputs):
     model.zero_grad()
-    torch.manual_seed(1)
+    seed_streams(1)
     loss = compiled(inputs)
     loss.backward()
     return loss.detach()

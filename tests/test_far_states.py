@@ -359,7 +359,7 @@ def test_advice_says_what_it_lowers_the_floor_to():
     assert "optimizer state offloaded" not in again
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_advice_knows_groups_and_says_what_cannot_be_moved():
     model = FLAT.model()
     first, *others = model.parameters()

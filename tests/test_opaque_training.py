@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
 ]
-WIDTH, BATCH, NUM_BLOCKS, NUM_STEPS = 8, 16, 3, 2
+WIDTH, BATCH, NUM_BLOCKS, NUM_STEPS = 8, 512, 3, 2  # more than a random state
 runs = []  # of models and gates, for real or traced
 
 

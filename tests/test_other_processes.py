@@ -41,7 +41,7 @@ def of_steps():
     return code_of(make_step), text_of(value)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_texts_and_files_of_plans_are_those_of_another_process(tmp_path):
     own, other = tmp_path / "own" / "plan.json", tmp_path / "other" / "plan.json"
     profile = traced()

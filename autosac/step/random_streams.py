@@ -112,9 +112,9 @@ def stream_states() -> dict[str, torch.Tensor]:
 
 
 def _numbers(state: Any) -> torch.Tensor:
-    """The numbers of a state, None as infinity (equal to itself), without its words."""
+    """The numbers of a state, None as one that is none of them, without its words."""
     leaves = [leaf for leaf in tree_leaves(state) if not isinstance(leaf, str)]
-    numbers = [np.inf if leaf is None else leaf for leaf in leaves]
+    numbers = [2.0**60 if leaf is None else leaf for leaf in leaves]
     arrays = [np.ravel(np.asarray(number, dtype=np.float64)) for number in numbers]
     return torch.from_numpy(np.concatenate(arrays))
 

@@ -125,7 +125,7 @@ def test_real_steps_of_a_tiled_model_have_the_peaks_of_the_changed_step():
     assert "forward" not in vars(profile.step.model.blocks[0].mlp)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_the_row_has_the_figures_of_a_model_that_is_tiled_by_hand():
     profile = profiled(Model(1), device="h100")
     budget_bytes = autosac.floor(profile)

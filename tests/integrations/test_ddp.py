@@ -29,7 +29,7 @@ def test_tables_of_a_static_graph_are_counted():
         assert is_equal
 
 
-@pytest.mark.slowest_but_first
+@pytest.mark.slowest
 @needs_compiler
 @pytest.mark.parametrize("kind", ["mean_of_all", "reducing"])
 def test_a_loss_or_an_optimizer_that_talks_to_others_is_planned_without_them(kind):

@@ -32,7 +32,7 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.mark.slowest_but_first
 @needs_compiler
-@pytest.mark.parametrize("kind", ["huggingface", "lora", "lightning", "accelerate"])
+@pytest.mark.parametrize("kind", ["accelerate", "huggingface", "lora", "lightning"])
 def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
     pytest.importorskip({"lora": "peft", "huggingface": "transformers"}.get(kind, kind))
     ranks = forked(_RUNS, kind, tmp_path)

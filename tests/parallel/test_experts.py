@@ -242,7 +242,7 @@ def _check_states(rank, directory):
             assert torch.equal(value, of_early[key])
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_states_of_packed_experts_are_saved_and_loaded(tmp_path):
     run_ranks(_check_states, 4, str(tmp_path))
 

@@ -118,7 +118,7 @@ def test_far_memory_has_its_cap_its_place_and_its_share_of_the_link(
         planned(step, low, offload="sometimes")
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_real_ranks_keep_caps_below_the_floor_and_train_as_one_process(step, budgets):
     low, plain_low, _ = budgets
     plans = [

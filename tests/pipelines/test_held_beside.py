@@ -109,9 +109,9 @@ def least(*options):
     return planned(caught.value.lowest_peak_bytes, *options)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest_but_first
 @pytest.mark.skipif(not can_count(), reason="counting takes a C compiler")
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B"])
 def test_loops_that_hold_whole_inputs_and_targets_have_the_predicted_peak(schedule):
     plan = least(schedule, {"cp": 2})
     job = Job(recipe=RECIPE, schedule=plan.pipeline, starts=(), plan=plan)

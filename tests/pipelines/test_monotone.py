@@ -92,7 +92,7 @@ def assert_monotone(draw, num_layers, num_gpus, **options):
         assert_never_slower([own_ms, *larger])
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_more_memory_bandwidth_or_gpus_is_never_slower():
     assert_monotone(
         random.Random(3), 1, 4, mesh={"pp": 2, "fsdp": None}, global_batch=4

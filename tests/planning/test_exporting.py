@@ -319,7 +319,7 @@ def test_what_automodel_checkpoints_by_rules_of_its_own_is_refused():
             of_automodel(model)
 
 
-@pytest.mark.slow
+@pytest.mark.slowest
 def test_transformers_gets_a_call_whose_real_step_has_the_peak():
     inputs, model = TOKENS, llama()
     profile = autosac.profile(model, inputs, optimizer="adamw")
