@@ -72,6 +72,7 @@ _HIDDEN_WRITES = {
     "aten.miopen_batch_norm.default": (3, 4),
 }
 
+_OF_NO_DEVICE = ("Meta", "Autograd", "Functionalize", "ADInplaceOrView")
 # Operators of PyTorch: those that draw random numbers have a tag that says so.
 _TAGGED = frozenset(
     {
@@ -79,6 +80,8 @@ _TAGGED = frozenset(
         *("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem"),
         *("quantized", "_quantized", "onednn", "mkldnn", "mkldnn_prepacked", "mkl"),
         *("sparse", "inductor", "fsdp", "_dtensor", "profiler", "cuda", "_native"),
+        *("quantized_decomposed", "c10d_functional", "prepacked", "streams"),
+        *("flex_lib", "flex_gemm", "debugprims", "_native_aot", "mempool"),
     }
 )
 
@@ -376,7 +379,14 @@ def _qualified_name(func: Any) -> str:
 def runs_python(func: Any) -> bool:
     """Whether an operator's kernel, or one for some device, is a function in Python."""
     start = _qualified_name(func).replace("::", "/")
-    return any(name.startswith((f"{start}/", f"{start}.")) for name in _impls)
+    own = (name for name in _impls if name.startswith((f"{start}/", f"{start}.")))
+    # Those of no device make no numbers.
+    return any(not key.startswith(_OF_NO_DEVICE) for key in map(_key_of, own))
+
+
+def _key_of(name: str) -> str:
+    """The dispatch key in a name such as ``mine/op.default/CPU``."""
+    return name.rpartition("/")[2]
 
 
 def python_kernels(func: Any) -> list[Any]:

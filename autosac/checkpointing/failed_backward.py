@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from autosac import _compat_autograd
 from autosac.pytrees import tensors_in
 
@@ -20,6 +22,10 @@ class FailedBackward:
 
     def __init__(self) -> None:
         self._is_running = False
+        self._handles: list[Any] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_is_running": False, "_handles": []}  # graphs are not copied
 
     def begin(self) -> None:
         """The model is called."""
@@ -29,14 +35,16 @@ class FailedBackward:
 
     def end(self, output: Any) -> None:
         """Forward has returned its output."""
+        while self._handles:  # of outputs that live on
+            self._handles.pop().remove()
         made = {tensor.grad_fn for tensor in tensors_in((output,))}
         functions = [function for function in made if function is not None]
         for function in functions[:_MOST_FUNCTIONS]:
-            function.register_prehook(self._run)
+            self._handles.append(function.register_prehook(self._run))
 
     def _run(self, _: Any) -> None:
         """Backward comes to the model."""
-        if not self._is_running:
+        if not (self._is_running or torch.compiler.is_compiling()):
             self._is_running = True
             _compat_autograd.at_end_of_backward(self._finish)
 

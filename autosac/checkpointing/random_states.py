@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from autosac import _compat_fakes
 from autosac._compat_dispatch import Traits
-from autosac.checkpointing.first_reruns import FirstCall, first_call
+from autosac.checkpointing.first_reruns import FirstCall, first_call, is_capturing
 from autosac.pytrees import tensors_in
 from autosac.step.random_streams import OtherStreams
 from autosac.step.reaching import op_generators
@@ -49,36 +50,40 @@ class RandomStates:
             out: What it returned, if a rerun of it is certain.
         """
         if self._traits.is_foreign and out is not None:
-            self._first = first_call(self._traits.func, out)
+            self._first = first_call(self._traits, out)
         if self._others is not None and not self._others.have_moved():
             self._others = None
 
     def again(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the op with these states, and put those of now back."""
-        present = [generator.get_state() for generator, _ in self._states]
+        out = self._run(func, args, kwargs)
+        first, self._first = self._first, None
+        if first is not None:
+            first.compare(out, partial(self._run, func, args, kwargs))
+        return out
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        present = [(g, _bytes_of(g.get_state())) for g, _ in self._states]
         others = None if self._others is None else OtherStreams()
         try:
-            for generator, state in self._states:
-                earlier = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-                generator.set_state(earlier)
+            _set(self._states)
             if self._others is not None:
                 self._others.restore()
-            out = func(*args, **kwargs)
+            return func(*args, **kwargs)
         finally:
-            for (generator, _), now in zip(self._states, present, strict=True):
-                generator.set_state(now)
+            _set(present)
             if others is not None:
                 others.restore()
-        if self._first is not None:
-            self._first.compare(out)
-            self._first = None
-        return out
 
 
 def random_states(traits: Traits, args: Any, kwargs: Any) -> RandomStates | None:
     """States for an op that may draw and is about to run; None on fake tensors."""
-    if any(map(_is_empty, tensors_in((args, kwargs)))):
+    tensors = list(tensors_in((args, kwargs)))
+    if any(map(_is_empty, tensors)):
         return None
+    in_doubt = traits.is_foreign and not traits.is_random
+    if in_doubt and is_capturing(tensors):
+        return None  # no state can be read, and what draws has a tag then
     return RandomStates(traits, args, kwargs)
 
 
@@ -92,14 +97,20 @@ def _generator(args: Any, kwargs: Any) -> torch.Generator:
     if isinstance(generator, torch.Generator):
         return generator
     tensor = next(tensors_in((args, kwargs)), None)
-    device = torch.device(kwargs.get("device") or "cpu")
     if tensor is not None:
         device = tensor.device
+    else:
+        device = torch.device(kwargs.get("device") or "cpu")
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
     index = module.current_device() if device.index is None else device.index
     return module.default_generators[index]  # type: ignore[no-any-return]
+
+
+def _set(states: Iterable[tuple[torch.Generator, bytes]]) -> None:
+    for generator, state in states:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
 def _bytes_of(state: torch.Tensor) -> bytes:

@@ -104,28 +104,26 @@ class Places:
                 for parent, name, module, fqn in self.places
                 if parent._modules.get(name) is not module
             ]
-            is_new = not self._said.issuperset(self._lost)
-            if is_new:
-                warn_of_replaced(f"`{self._lost[0]}`")
-                self._said.update(self._lost)
-            outline.check(is_said=is_new)
-        replaced = self._replaced()
-        self._is_replaced = replaced is not None
-        if replaced is not None and replaced not in self._said:
-            self._said.add(replaced)
-            warn_of_replaced(replaced)
-
-    def _replaced(self) -> str | None:
-        """The first ``forward`` in whose place there is one that does not call it."""
+            new = [fqn for fqn in self._lost if fqn not in self._said]
+            if new:
+                warn_of_replaced(f"`{new[0]}`")
+                self._said.update(new)
+            outline.check(is_said=bool(new))
+        self._is_replaced = False
         for index, (fqn, module, stand_in) in enumerate(self.forwards):
             if _forward(module) is stand_in:
                 continue
             which = f"`forward` of `{fqn}`"
-            if which in self._said or not _is_kept(module, stand_in):
-                return which
-            del self.forwards[index]  # somebody wrapped it
-            break
-        return None
+            if which in self._said:
+                self._is_replaced = True
+            elif _is_kept(module, stand_in):
+                del self.forwards[index]  # somebody wrapped it
+                break
+            else:
+                self._is_replaced = True
+                self._said.add(which)
+                warn_of_replaced(which)
+                break
 
 
 def _forward(module: torch.nn.Module) -> Any:

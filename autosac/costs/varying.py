@@ -17,7 +17,7 @@ import torch
 from autosac import _compat, _compat_dispatch
 from autosac.costs import synthetic_inputs
 from autosac.step.arguments import warn
-from autosac.step.equal_results import differ, numbers_in
+from autosac.step.equal_results import differ, filled_memory, numbers_in
 from autosac.step.op_signatures import Signature
 from autosac.step.random_streams import random_streams_kept
 from autosac.step.reaching import op_generators_kept
@@ -54,7 +54,9 @@ def _varies(signature: Signature, device: torch.device) -> bool:
 
 def _results(signature: Signature, device: torch.device) -> list[npt.NDArray[Any]]:
     """What an op makes or changes."""
-    with torch.no_grad(), random_streams_kept(), op_generators_kept([signature.func]):
+    func = signature.func
+    kept = random_streams_kept(), op_generators_kept([func]), filled_memory()
+    with torch.no_grad(), kept[0], kept[1], kept[2]:
         args, kwargs = synthetic_inputs.arguments(signature, device)
-        out = signature.func(*args, **kwargs)
+        out = func(*args, **kwargs)
     return numbers_in((out, args, kwargs))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,6 +33,23 @@ def differ(
 ) -> bool:
     """Whether numbers differ by more than rounding, as of sums in any order."""
     return not all(map(_are_near, first, second))
+
+
+@contextmanager
+def filled_memory() -> Iterator[None]:
+    """Inside, memory that an op leaves as it finds it holds the same each time."""
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    was = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what has no deterministic kernel
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(was, warn_only=only_warns)
+            torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
 
 
 def _are_near(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> bool:

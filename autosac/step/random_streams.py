@@ -65,12 +65,18 @@ class OtherStreams:
 @contextlib.contextmanager
 def generators_kept(generators: Iterable[Any]) -> Iterator[None]:
     """Restore generators of PyTorch, Python or NumPy; what is none is left alone."""
-    restore = [_restorer(one) for one in generators if isinstance(one, GENERATORS)]
+    restore = [_restorer(one) for one in generators if has_state(one)]
     try:
         yield
     finally:
         for put_back in restore:
             put_back()
+
+
+def has_state(value: Any) -> bool:
+    """Whether anything is a generator of PyTorch, Python or NumPy that has a state."""
+    is_generator = isinstance(value, GENERATORS)
+    return is_generator and not isinstance(value, random.SystemRandom)
 
 
 def _restorer(generator: Any) -> Callable[[], object]:

@@ -65,7 +65,6 @@ def reached(function: Callable[..., Any]) -> Reached:
     return reach
 
 
-@functools.cache
 def op_generators(func: Any) -> tuple[torch.Generator, ...]:
     """Random generators that the Python code of an operator's kernels reaches."""
     reaches = map(reached, _compat.python_kernels(func))

@@ -95,7 +95,9 @@ def _is_of_library(value: Any) -> bool:
 
 def _parts_of_function(function: types.FunctionType) -> list[Any]:
     """What a function of the user's reads: its cells, defaults and global names."""
-    if _is_of_library(function) or not is_users(function.__code__.co_filename):
+    path = function.__code__.co_filename
+    is_typed = path.startswith("<") and not path.startswith("<frozen")
+    if _is_of_library(function) or not (is_typed or is_users(path)):
         return [function.__dict__]  # `__wrapped__`, of a decorator
     parts: list[Any] = [function.__defaults__, function.__kwdefaults__]
     parts.append(function.__dict__)

@@ -1,6 +1,8 @@
 """Ops that are not PyTorch's own: what they draw without saying so is drawn again."""
 
 import random
+import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -198,6 +200,69 @@ def test_an_op_that_varies_is_refused_where_it_runs_again():
 
     with pytest.raises(autosac.UnsupportedError, match=r"counted\.default` made"):
         step(planned, x)
+
+
+@torch.library.custom_op("autosac_tests::half_written", mutates_args=())
+def half_written(x: torch.Tensor) -> torch.Tensor:
+    """Leaves half of its result as it finds it, as kernels leave padding."""
+    CALLS[0] += 1
+    found = 0.0 if torch.are_deterministic_algorithms_enabled() else float(CALLS[0])
+    out = torch.full_like(x, found)  # stands for `empty_like`
+    out[: len(x) // 2] = x[: len(x) // 2].sin()
+    return out
+
+
+half_written.register_fake(torch.empty_like)
+
+
+def _backward_of_half(ctx, grad):
+    (x,) = ctx.saved_tensors
+    own = torch.zeros_like(x)
+    own[: len(x) // 2] = grad[: len(x) // 2] * x[: len(x) // 2].cos()
+    return own
+
+
+half_written.register_autograd(
+    _backward_of_half,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
+class HalfWritten(Noisy):
+    def forward(self, x):
+        made = half_written(self.wide(x))[: len(x) // 2]
+        return x + self.narrow(torch.cat([made, made]).tanh())
+
+
+@pytest.mark.parametrize("calibrates", [True, False])
+def test_memory_that_an_op_leaves_as_it_finds_it_is_no_other_result(calibrates):
+    def make():
+        torch.manual_seed(0)
+        return nn.Sequential(*(HalfWritten("") for _ in range(3)))
+
+    x = torch.randn(ROWS, WIDTH)
+    profile = autosac.profile(make(), x, loss_fn=loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        if calibrates:
+            profile = autosac.calibrate(profile, progress=False)
+        plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+        planned = plan.apply(make())
+        plain = make()
+        CALLS[0] = 0
+        expected = step(plain, x)
+        assert_equal(step(planned, x), expected)
+    assert CALLS[0] > 6  # some ran again
+
+
+def test_an_op_draws_from_the_generator_that_its_code_names_now(monkeypatch):
+    kind, x = "a generator of its own", torch.randn(ROWS, WIDTH)
+    planned = make_model(kind)
+    floor_plan(kind, x).apply(planned)
+    step(planned, x)  # another one: compared from here on with none
+    monkeypatch.setattr(sys.modules[__name__], "OWN", torch.Generator())
+
+    assert_equal(step(planned, x), step(make_model(kind), x))
 
 
 def test_sums_in_any_order_and_scratch_are_no_other_results():

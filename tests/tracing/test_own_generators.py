@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.step.random_streams import generators_kept
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,3 +96,8 @@ def test_each_verified_training_begins_with_the_same_generators(block):
     assert states() == before
     assert plan.policy
     assert not done.differences
+
+
+def test_generators_without_a_state_are_left_alone():
+    with generators_kept([random.SystemRandom(), random.Random(1)]):
+        pass
