@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dis
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -296,6 +297,8 @@ def _named_globals(function: types.FunctionType) -> dict[str, Any]:
 
 def _is_looked_at(value: Any, namespace: dict[str, Any]) -> bool:
     """Whether a global object is: of functions those of the same file."""
+    if type(value) in weakref.ProxyTypes:  # of something that may be gone
+        return False
     if isinstance(value, types.FunctionType):
         return value.__globals__ is namespace
     kinds = (torch.nn.Module, torch.Tensor, *_FUNCTIONS, *_CONTAINERS)

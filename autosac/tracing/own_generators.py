@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +21,8 @@ from autosac.step.random_streams import GENERATORS, generators_kept
 from autosac.step.source_lines import is_users
 
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+# Nothing to look into, or of something that may be gone.
+_ATOMS = (type(None), bool, int, float, complex, str, bytes, *weakref.ProxyTypes)
 _MOST_ITEMS = 1000  # of a container that is looked at
 _MOST_OBJECTS = 100_000  # a tenth of a second
 _LIBRARIES = ("site-packages", "dist-packages")

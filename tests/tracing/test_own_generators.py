@@ -1,6 +1,8 @@
 """Random generators of the user's own are where they were, planned or not."""
 
+import contextlib
 import random
+import weakref
 
 import numpy as np
 import pytest
@@ -101,3 +103,22 @@ def test_each_verified_training_begins_with_the_same_generators(block):
 def test_generators_without_a_state_are_left_alone():
     with generators_kept([random.SystemRandom(), random.Random(1)]):
         pass
+
+
+class Listener:
+    def heard(self):
+        pass
+
+
+LISTENER = weakref.proxy(Listener())  # which is gone
+
+
+def tells(output):
+    with contextlib.suppress(ReferenceError):
+        LISTENER.heard()
+    return output.square().mean()
+
+
+def test_a_loss_may_name_what_is_gone():
+    profile = autosac.profile(nn.Linear(4, 4), torch.ones(2, 4), loss_fn=tells)
+    assert profile.baseline_peak_bytes > 0
