@@ -108,7 +108,7 @@ def _parts_of_function(function: types.FunctionType) -> list[Any]:
             parts.append(cell.cell_contents)
     names, variables = _names(function.__code__), function.__globals__
     for value in [variables[name] for name in names if name in variables]:
-        if isinstance(value, types.ModuleType):
+        if issubclass(type(value), types.ModuleType):
             members = [vars(value)[name] for name in names if name in vars(value)]
             kinds = (*GENERATORS, types.FunctionType)
             parts += [m for m in members if isinstance(m, kinds)]
