@@ -63,7 +63,9 @@ class RandomStates:
         return out
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        present = [(g, _bytes_of(g.get_state())) for g, _ in self._states]
+        (first, _), *rest = self._states
+        counted = first.get_state()  # is alive meanwhile: see `simulation.reruns`
+        present = [(g, _bytes_of(g.get_state())) for g, _ in rest]
         others = None if self._others is None else OtherStreams()
         try:
             _set(self._states)
@@ -71,6 +73,7 @@ class RandomStates:
                 self._others.restore()
             return func(*args, **kwargs)
         finally:
+            first.set_state(counted)
             _set(present)
             if others is not None:
                 others.restore()
