@@ -33,7 +33,7 @@ from autosac.parallel.clusters import ClusterSpec, cluster_spec
 from autosac.parallel.mesh_racing import divisions
 from autosac.parallel.tp_styles import TensorParallel
 from autosac.parallel.tp_tracing import fake_ranks
-from autosac.pipelines.besides import besides_bytes
+from autosac.pipelines.constant_memory import besides_bytes
 from autosac.pipelines.mesh_choosing import parts
 from autosac.pipelines.micro_batches import MicroBatch, rows_of
 from autosac.pipelines.planning import given_batch

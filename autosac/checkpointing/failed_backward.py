@@ -7,6 +7,7 @@ they have saved, until the next backward pass. The next forward would come on to
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from autosac import _compat_autograd
 from autosac.pytrees import tensors_in
 
-_MOST_FUNCTIONS = 16  # of outputs
+_MOST_NODES = 16  # of outputs
 
 
 class FailedBackward:
@@ -37,10 +38,10 @@ class FailedBackward:
         """Forward has returned its output."""
         while self._handles:  # of outputs that live on
             self._handles.pop().remove()
-        made = {tensor.grad_fn for tensor in tensors_in((output,))}
-        functions = [function for function in made if function is not None]
-        for function in functions[:_MOST_FUNCTIONS]:
-            self._handles.append(function.register_prehook(self._run))
+        tensors = tensors_in((output,))
+        nodes = {node for t in tensors if (node := t.grad_fn) is not None}
+        for node in islice(nodes, _MOST_NODES):
+            self._handles.append(node.register_prehook(self._run))
 
     def _run(self, _: Any) -> None:
         """Backward comes to the model."""

@@ -19,7 +19,7 @@ from autosac.costs.timing import (
 from autosac.costs.varying import varying
 from autosac.devices.cuda_matmuls import runs_blas
 from autosac.step.op_signatures import Signature
-from autosac.step.tape import Op, Tape
+from autosac.step.tape import FORWARD_PHASES, Op, Tape
 
 
 def calibrated(
@@ -45,7 +45,7 @@ def calibrated(
         _sizes(tape), device=device, cache=cache, refresh=refresh, progress=progress
     )
     ops, costs = _replaced(tape, op_ms, measured, failures)
-    forward = {op.signature for op in ops if op.phase in ("forward", "loss")}
+    forward = {op.signature for op in ops if op.phase in FORWARD_PHASES}
     varied = varying((s for s in measured if s in forward), device=device)
     if varied:
         ops = tuple(replace(op, varies=op.signature in varied) for op in ops)

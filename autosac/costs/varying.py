@@ -34,15 +34,15 @@ def varying(signatures: Iterable[Signature], *, device: torch.device) -> set[Sig
     if not foreign:
         return set()
     with _compat_dispatch.as_a_step_begins(), _compat.no_modes():
-        found = {signature for signature in foreign if _varies(signature, device)}
-    if found:
-        names = ", ".join(sorted({f"`{signature.func}`" for signature in found}))
+        varied = {signature for signature in foreign if _varies(signature, device)}
+    if varied:
+        names = ", ".join(sorted({f"`{signature.func}`" for signature in varied}))
         warn(
             f"Run twice on equal data, {names} made other results: a plan keeps them,"
             " and never runs them again. If they draw random numbers, let them draw"
             " from PyTorch's default generators."
         )
-    return found
+    return varied
 
 
 def _varies(signature: Signature, device: torch.device) -> bool:
@@ -55,8 +55,12 @@ def _varies(signature: Signature, device: torch.device) -> bool:
 def _results(signature: Signature, device: torch.device) -> list[npt.NDArray[Any]]:
     """What an op makes or changes."""
     func = signature.func
-    kept = random_streams_kept(), op_generators_kept([func]), filled_memory()
-    with torch.no_grad(), kept[0], kept[1], kept[2]:
+    with (
+        torch.no_grad(),
+        random_streams_kept(),
+        op_generators_kept([func]),
+        filled_memory(),
+    ):
         args, kwargs = synthetic_inputs.arguments(signature, device)
         out = func(*args, **kwargs)
     return numbers_in((out, args, kwargs))

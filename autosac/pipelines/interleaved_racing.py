@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from autosac.pipelines.besides import besides_bytes
+from autosac.pipelines.constant_memory import besides_bytes
 from autosac.pipelines.cutting import Cuts, Cutting
 from autosac.pipelines.estimating import Shortened, shortened
 from autosac.pipelines.micro_batches import MicroBatch

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from autosac.pipelines.besides import besides_bytes
+from autosac.pipelines.constant_memory import besides_bytes
 from autosac.pipelines.cutting import Cuts, Cutting, lowest_cut
 from autosac.pipelines.estimating import Estimates, Shortened, extended, shortened
 from autosac.pipelines.micro_batches import MicroBatch

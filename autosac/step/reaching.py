@@ -68,8 +68,7 @@ def reached(function: Callable[..., Any]) -> Reached:
 def op_generators(func: Any) -> tuple[torch.Generator, ...]:
     """Random generators that the Python code of an operator's kernels reaches."""
     reaches = map(reached, _compat.python_kernels(func))
-    found = [generator for reach in reaches for generator in reach.all_generators()]
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(g for reach in reaches for g in reach.all_generators()))
 
 
 def op_generators_kept(funcs: Iterable[Any]) -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from autosac.step.modules import ModuleTree
 
 IntArray = npt.NDArray[np.int64]
 
+FORWARD_PHASES = ("forward", "loss")
 CATEGORIES = (
     "parameter",
     "buffer",

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from autosac._compat_settings import settings
-
-_FORWARD_PHASES = ("forward", "loss")
+from autosac.step.tape import FORWARD_PHASES
 
 
 class AmbientSettings:
@@ -32,7 +31,7 @@ class AmbientSettings:
 
         Only forward and loss are looked at op by op.
         """
-        if phase == self._phase and phase not in _FORWARD_PHASES:
+        if phase == self._phase and phase not in FORWARD_PHASES:
             return self._number
         self._phase = phase
         present = settings(self._device_type)

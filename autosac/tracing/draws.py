@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from autosac.errors import TraceError
 from autosac.step.ledger import Ledger
 from autosac.step.random_streams import HIGHEST, LOWEST
-from autosac.step.tape import Tape
+from autosac.step.tape import FORWARD_PHASES, Tape
 from autosac.tracing.probing import DRAWS
 
 # Seeds: to see whether draws decide anything, and if they do. A traced step comes after
@@ -22,7 +22,6 @@ FEW, _MANY = 3, 8
 # A step with extreme draws that allocates so many times as often as others is no step
 # that anybody sees, such as a loop until a low number is drawn.
 _MUCH = 2
-_FORWARD = ("forward", "loss")
 
 
 def may_decide(tape: Tape) -> bool:
@@ -48,7 +47,7 @@ def _decide(tape: Tape, changing: set[int], *, with_draws: bool) -> bool:
     """
     changing = set(changing)
     for op in tape.ops:
-        if op.phase not in _FORWARD:
+        if op.phase not in FORWARD_PHASES:
             continue
         if (with_draws and op.random) or not changing.isdisjoint(op.reads):
             if (not op.shapes and not op.writes) or not changing.isdisjoint(op.decides):
@@ -107,4 +106,4 @@ def plain_peak_bytes(tape: Tape) -> int:
 
 
 def _outline(tape: Tape) -> Hashable:
-    return tuple((op.name, op.shapes) for op in tape.ops if op.phase in _FORWARD)
+    return tuple((op.name, op.shapes) for op in tape.ops if op.phase in FORWARD_PHASES)

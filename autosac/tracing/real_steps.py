@@ -26,7 +26,7 @@ from autosac.pytrees import tensors_in
 from autosac.step import source_lines
 from autosac.step.arguments import warn
 from autosac.step.random_streams import seeded_streams
-from autosac.step.tape import Tape
+from autosac.step.tape import FORWARD_PHASES, Tape
 from autosac.step.training_step import output_and_loss
 from autosac.tracing.closures import own_functions
 from autosac.tracing.copying import (
@@ -41,7 +41,6 @@ from autosac.tracing.probing import Probe
 from autosac.tracing.step import Step
 from autosac.tracing.trace import trace
 
-_FORWARD = ("forward", "loss")
 _IGNORED = frozenset(map(_compat.op_name, _compat.IGNORED_OPS))
 
 
@@ -140,7 +139,7 @@ def names_of_forward(tape: Tape, before: int | None = None) -> list[str]:
     return [
         op.name
         for op in tape.ops
-        if op.phase in _FORWARD
+        if op.phase in FORWARD_PHASES
         and op.name not in _IGNORED
         and not is_mark(op.name)
         and op.start < end

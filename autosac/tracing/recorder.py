@@ -26,7 +26,7 @@ from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step import source_lines
 from autosac.step.loss_graphs import loss_memory
-from autosac.step.tape import LossMemory, Op, Storage, Tape
+from autosac.step.tape import FORWARD_PHASES, LossMemory, Op, Storage, Tape
 from autosac.tracing import untold
 from autosac.tracing.account import blas_storages
 from autosac.tracing.ambient_settings import AmbientSettings
@@ -39,7 +39,6 @@ from autosac.tracing.saving import Holder, SavedTensors
 from autosac.tracing.threads import OneThread
 from autosac.tracing.writing_in_place import RealOps
 
-_FORWARD_PHASES = ("forward", "loss")
 _LITERAL, _ZEROS = torch.ops.aten.lift_fresh.default, torch.ops.aten.zeros.default
 # Seed and offset of its dropout, its last results, lie on the host.
 _HOST_SEEDS = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -135,7 +134,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
     def note_state(self, state: torch.Tensor) -> None:
         """Count a copy of the CPU generator's state, which a step holds for a while."""
         if self.target is None:
-            category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
+            category = "activation" if self.phase in FORWARD_PHASES else "temporary"
             self._indices([state], self.tick(), category)
 
     def mark(self, phase: str, loss: torch.Tensor | None = None) -> None:
@@ -220,7 +219,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
             self._note_gpu(func, args, kwargs, inputs, out)
         born = self.tick()
         outputs = [out] if isinstance(out, torch.Tensor) else list(tensors_in(out))
-        category = "activation" if self.phase in _FORWARD_PHASES else "temporary"
+        category = "activation" if self.phase in FORWARD_PHASES else "temporary"
         first_new = len(self.nbytes)
         made_ids = self._indices(outputs, born, category, strided=True)
         if func is _LITERAL:
@@ -294,7 +293,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
                 flops=spent.flops,
                 moved_bytes=spent.moved_bytes,
                 workspace_bytes=spent.workspace_bytes,
-                wrapped_numbers=facts.wrapped if self.phase in _FORWARD_PHASES else 0,
+                wrapped_numbers=facts.wrapped if self.phase in FORWARD_PHASES else 0,
                 dtype=facts.dtype,
                 shapes=facts.shapes,
                 signature=spent.signature,
@@ -447,7 +446,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
             if is_of_model:
                 self.phases.setdefault("model backward", self.clock)
             return module
-        is_forward = self.phase in _FORWARD_PHASES
+        is_forward = self.phase in FORWARD_PHASES
         return self.modules.of_forward() if is_forward else self.modules.stack[-1]
 
     # --- saved tensors ----------------------------------------------------

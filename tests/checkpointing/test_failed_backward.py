@@ -3,8 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import compiled_autograd
 
 import autosac
+from autosac.checkpointing.failed_backward import FailedBackward
 from autosac.verification.measuring import capture_state, differences
 from tests.training import peaks_of_training
 
@@ -84,3 +86,30 @@ def test_the_step_after_a_backward_pass_that_failed_has_the_planned_peak(share):
         fail(one)
         states.append(capture_state(one, None, step(one)))
     assert differences(*states) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Dynamo itself
+def test_a_planned_model_trains_under_compiled_autograd():
+    profile = autosac.profile(make_model(), rows(), loss_fn=mean_square)
+    budget_bytes = profile.baseline_peak_bytes  # it compiles no reruns
+    model = autosac.plan(profile, memory_budget=budget_bytes).apply(make_model())
+    plain = make_model()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        for one in (plain, model):
+            torch.manual_seed(2)
+            step(one)
+    for expected, own in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
+
+
+def test_outputs_that_live_on_gather_no_hooks():
+    layer, weight = nn.Linear(3, 3), torch.ones(3, requires_grad=True)
+    derived = weight.exp()
+    hooks = FailedBackward()
+    for _ in range(5):
+        hooks.end((layer(torch.ones(3)), derived))
+    assert len(hooks._handles) == 2
+    assert [handle.hooks_dict_ref() is not None for handle in hooks._handles].count(
+        True
+    )

@@ -130,3 +130,35 @@ def test_a_forward_that_is_wrapped_is_still_a_unit(name):
 
     assert all(map(torch.equal, gradients(model), expected))
     gradients(model)  # warnings fail tests
+
+
+def mean_square(output):
+    return output.square().mean()
+
+
+def plan_of(model, x, budget):
+    units = ["0", "1"]
+    return autosac.plan(
+        model, x, loss_fn=mean_square, memory_budget=budget, ac_units=units
+    )
+
+
+@pytest.mark.parametrize("what", ["module", "forward"])
+def test_each_of_several_that_are_replaced_is_said(what):
+    model = torch.nn.Sequential(*blocks(), *blocks())
+    x = torch.randn(2048, WIDTH)
+    with pytest.raises(autosac.InfeasibleBudgetError) as error:
+        plan_of(model, x, 1)
+    plan = plan_of(model, x, error.value.lowest_peak_bytes)
+    assert plan.policy.keys() == {"0", "1"}  # two of four blocks
+    plan.apply(model)
+    for name in ("0", "1"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            if what == "module":
+                model[int(name)] = torch.nn.Linear(WIDTH, WIDTH)
+            else:
+                model[int(name)].forward = torch.nn.Linear(WIDTH, WIDTH)
+            mean_square(model(x)).backward()
+        texts = [str(one.message) for one in said]
+        assert [f"`{name}` was replaced" in text for text in texts].count(True) == 1

@@ -12,7 +12,7 @@ import autosac
 from autosac._compat_pipelining import HOLDS_LESS
 from autosac.devices.specs import device_spec
 from autosac.parallel.clusters import cluster_spec
-from autosac.pipelines.besides import besides_bytes
+from autosac.pipelines.constant_memory import besides_bytes
 from autosac.pipelines.schedules import Schedule
 from benchmarks.rank_models import LENGTH, WIDTH, Block
 from benchmarks.stage_ranks import Job, Recipe, can_count, run_ranks
