@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,18 +34,28 @@ def current_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call something once the backward pass that runs has ended, unless it fails."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 def drop_failed_backward() -> None:
     """Let the engine go of what was to run in a backward pass of this thread.
 
-    It looks at what is left as it runs the next one, of whatever (torch 2.10 to 2.15).
+    After an exception in backward it goes on holding the functions that were to run
+    next, with their gradients and all that they have saved, until the next backward
+    pass of whatever (torch 2.10 to 2.15). This one runs no op and takes no memory.
     """
-    with no_modes(), torch.enable_grad():
-        torch.zeros((), device="cpu", requires_grad=True).sum().backward()
+    if current_node() is None:
+        leaf, gradient = _leaf()
+        _ENGINE.run_backward(
+            (leaf,), (gradient,), False, False, (leaf,), accumulate_grad=False
+        )
+
+
+_ENGINE = torch.autograd.Variable._execution_engine
+
+
+@cache
+def _leaf() -> tuple[torch.Tensor, torch.Tensor]:
+    with no_modes(), torch.inference_mode(False):
+        leaf = torch.empty(0, device="cpu", requires_grad=True)
+        return leaf, torch.empty(0, device="cpu")
 
 
 def is_the_engines_own() -> bool:

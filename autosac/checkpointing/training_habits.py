@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 import torch
 
-from autosac import _compat
+from autosac import _compat, _compat_autograd
 from autosac.checkpointing.backend_flags import BackendFlags, flags_of
 from autosac.checkpointing.backward_passes import BackwardPasses
 from autosac.checkpointing.earlier_gradients import EarlierGradients
-from autosac.checkpointing.failed_backward import FailedBackward
 from autosac.checkpointing.forward_results import ForwardResults
 from autosac.checkpointing.kept_outputs import Headroom, KeptOutputs
 from autosac.checkpointing.planned_autocast import PlannedAutocast
@@ -144,7 +143,6 @@ class TrainingHabits:
         self._backends = BackendFlags(plan.backends)
         may_call_again = plan.calls_again is not False
         self._outputs = KeptOutputs(model, may_keep=may_call_again)
-        self._failed = FailedBackward()
         self._passes = BackwardPasses(
             may_keep=plan.keeps_graph is not False,
             may_call_again=may_call_again,
@@ -169,7 +167,7 @@ class TrainingHabits:
             plan: Says, once it has run, which plan was followed; None if something
                 else was said already that makes it do more.
         """
-        self._failed.begin()
+        _compat_autograd.drop_failed_backward()
         self._gradients.look(self._model)
         self._passes.begin()
         self._outputs.begin(args, kwargs)
@@ -197,7 +195,6 @@ class TrainingHabits:
         room = partial(self._room, device_type, plan)
         self._outputs.end(output, room)
         self._passes.end(output, room)
-        self._failed.end(output)
         return output
 
     def _planned(
