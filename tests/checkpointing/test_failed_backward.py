@@ -116,4 +116,3 @@ def test_a_planned_model_trains_under_compiled_autograd():
             step(one)
     for expected, own in zip(plain.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(own.grad, expected.grad)
-
