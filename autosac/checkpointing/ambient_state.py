@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from autosac import _compat
+from autosac._compat_settings import all_settings, with_settings
 from autosac.checkpointing.module_attributes import Snapshots
 
 
@@ -187,12 +188,13 @@ def _with_attention(allowed: list[bool]) -> Iterator[None]:
 
 
 class Present:
-    """Autocast, attention's kernels, the default device and cached weights, as now."""
+    """Autocast, settings of kernels, the default device and cached weights, as now."""
 
-    __slots__ = ("attention", "autocast", "device", "weights")
+    __slots__ = ("attention", "autocast", "device", "settings", "weights")
 
     def __init__(self) -> None:
         self.attention = _attention()
+        self.settings = all_settings()
         self.weights = _compat.cached_weights()
         self.autocast = [_autocast(kind) for kind in _device_types()]
         self.device = torch.get_default_device()
@@ -201,6 +203,7 @@ class Present:
     def again(self) -> Iterator[None]:
         """Restore them inside."""
         with contextlib.ExitStack() as stack:
+            stack.enter_context(with_settings(self.settings))
             if self.weights != _NO_WEIGHTS or _compat.cached_weights() != _NO_WEIGHTS:
                 stack.enter_context(_compat.with_cached_weights(self.weights))
             for autocast in self.autocast:

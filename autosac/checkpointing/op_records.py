@@ -16,11 +16,8 @@ import torch
 from autosac import _compat, _compat_autocast, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac._compat_distributed import finished, local, unwrapped
-from autosac.checkpointing.call_arguments import (
-    is_simple,
-    leaves,
-    map_nested,
-)
+from autosac._compat_settings import all_settings, with_settings
+from autosac.checkpointing.call_arguments import is_simple, leaves, map_nested
 from autosac.checkpointing.random_states import RandomStates, random_states
 from autosac.checkpointing.tensor_parts import (
     Literal,
@@ -38,8 +35,7 @@ from autosac.units.policies import SAVE, OpPolicy
 # Reruns, as flags: one for backward, and one to make the output for the next block.
 BACKWARD, ONWARD = 1, 2
 
-_is_plain = _compat_dispatch.is_plain
-_PLAIN_TYPES = _compat_dispatch.plain_types
+_is_plain, _PLAIN_TYPES = _compat_dispatch.is_plain, _compat_dispatch.plain_types
 
 
 class Call:
@@ -177,6 +173,7 @@ class Record:
         relayed: Collection[int] = (),
     ) -> None:
         self.policy = policy
+        self._settings = all_settings()  # it begins under
         self.calls: list[Call] = []
         self.results: dict[int, Result] = {}
         self.saved: dict[int, Any] = {}
@@ -480,12 +477,13 @@ class Record:
         if is_last:
             for result in self.ended:
                 result.tensor = None
-        for call in calls:
-            if call.runs & runs:
-                call.run(given, fqn)
-            for result in call.ended:
-                if not result.kept & runs and (is_last or result.action != SAVE):
-                    result.tensor = None
+        with with_settings(self._settings):
+            for call in calls:
+                if call.runs & runs:
+                    call.run(given, fqn)
+                for result in call.ended:
+                    if not result.kept & runs and (is_last or result.action != SAVE):
+                        result.tensor = None
 
     def lose(self) -> None:
         """Let go of the results that a rerun made."""

@@ -160,6 +160,7 @@ class ModuleCall:
         takes_gradients: Whether backward passes gradients on to its arguments,
         gives_gradients: and whether its output gets any.
         repeats_inputs: One tensor that requires a gradient is several arguments.
+        settings: Number of the global settings of PyTorch that it begins under.
     """
 
     module: int
@@ -174,6 +175,7 @@ class ModuleCall:
     gives_gradients: bool = True
     repeats_inputs: bool = False
     backward: int | None = None
+    settings: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
-"""Under which global settings of PyTorch each op of a step runs.
+"""Under which global settings of PyTorch each op and each module of forward runs.
 
 A ``with`` in forward may set the default type, the precision of products or the number
-of threads for a few ops. A unit is rerun op by op in backward, without the ``with``.
+of threads for a few ops. A unit is rerun op by op in backward, without what it sets
+itself, but under what was set as it began (`autosac.checkpointing.op_records`).
 """
 
 from __future__ import annotations
@@ -22,20 +23,10 @@ class AmbientSettings:
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
         self._numbers: dict[tuple[Any, ...], int] = {}
-        self._phase = ""
-        self._last: tuple[Any, ...] = ()
-        self._number = 0
 
     def number(self, phase: str) -> int:
-        """Number of those that an op of a phase runs under.
-
-        Only forward and loss are looked at op by op.
-        """
-        if phase == self._phase and phase not in FORWARD_PHASES:
-            return self._number
-        self._phase = phase
+        """Number of those that a phase runs under now; 0 behind forward."""
+        if phase not in FORWARD_PHASES:
+            return 0
         present = settings(self._device_type)
-        if present != self._last:
-            self._last = present
-            self._number = self._numbers.setdefault(present, len(self._numbers))
-        return self._number
+        return self._numbers.setdefault(present, len(self._numbers))

@@ -146,6 +146,7 @@ class Call:
         "phase",
         "random",
         "repeats_inputs",
+        "settings",
         "takes_gradients",
     )
 
@@ -162,6 +163,7 @@ class Call:
         self.input_dtypes: tuple[str, ...] = ()
         self.takes_gradients = self.gives_gradients = False
         self.repeats_inputs = False
+        self.settings = 0
 
     def look_at_arguments(self, arguments: Any, tensors: list[torch.Tensor]) -> None:
         """Note what forbids a second call, and what FSDP2 asks of the tensors."""
@@ -203,6 +205,7 @@ class Call:
             takes_gradients=self.takes_gradients,
             repeats_inputs=self.repeats_inputs,
             gives_gradients=self.gives_gradients,
+            settings=self.settings,
         )
 
 

@@ -463,6 +463,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         """A module's ``forward`` begins."""
         self.thread.note(self.tree[module].fqn)
         call = Call(module, self.phase, self.tick())
+        call.settings = self.settings.number(self.phase)
         if _compat_dispatch.is_transformed():
             call.once = "it runs under a transform of torch.func, torch.vmap or jvp"
             args = kwargs = None  # such tensors have no memory of their own

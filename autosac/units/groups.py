@@ -126,17 +126,11 @@ class TapeIndex:
             if op.varies
             or op.name.rpartition(".")[0] in NEVER_RERUN
             or not decisions.isdisjoint((*op.creates, *op.writes))
-        } | self._set_apart()
+        }
         for call in tape.calls if self.opaque else ():
             if call.module in self.opaque:
                 fixed.update(self.ops_in(call.enter, call.exit))
         return fixed | self._filled_unseen()
-
-    def _set_apart(self) -> set[int]:
-        """Ops that run under other global settings than backward, where units rerun."""
-        ops = self.tape.ops
-        usual = next((op.settings for op in ops if op.phase == "backward"), 0)
-        return {i for i, op in enumerate(ops) if op.settings != usual}
 
     def _filled_unseen(self) -> set[int]:
         """Ops that make empty memory which the next op that computes reads."""
@@ -153,6 +147,13 @@ class TapeIndex:
                 sizes = self.tape.storages
                 makers.update((s, i) for s in op.creates if sizes[s].nbytes)
         return found
+
+    def is_fixed(self, i: int, call: ModuleCall) -> bool:
+        """Whether an op must not run twice, in a rerun of a call.
+
+        That runs ops under the settings that the call began with.
+        """
+        return i in self.fixed or self.tape.ops[i].settings != call.settings
 
     def ops_in(self, enter: int, leave: int) -> range:
         return range(bisect_left(self.starts, enter), bisect_left(self.starts, leave))
@@ -220,7 +221,7 @@ def make_groups(
                 saved_bytes=sum(tape.storages[s].nbytes for s in kept),
                 runtime_ms=sum(op_ms[i] for i in its_ops),
                 needed=not needed.isdisjoint(results),
-                pinned=any(i in changed or i in index.fixed for i in its_ops),
+                pinned=any(i in changed or index.is_fixed(i, call) for i in its_ops),
                 unsavable=any(
                     index.written_between(s, last_pack, tape.num_ticks) for s in results
                 ),
@@ -281,7 +282,7 @@ def make_tail(
         op = tape.ops[i]
         if _changes_foreign(op, own):
             return f"its op {op.name} changes a tensor from outside the module"
-        if i in changing or i in index.fixed:
+        if i in changing or index.is_fixed(i, call):
             return f"its op {op.name} must not run twice"
         read = {g for s in (*op.reads, *op.writes) for g in makers[s]}
         for storage in _makes(op, own):
@@ -315,7 +316,7 @@ def may_run_again(
         own.issuperset(op.writes) and not op.may_draw
         for op in (tape.ops[i] for i in ops)
     )
-    pure = pure and index.fixed.isdisjoint(ops)
+    pure = pure and not any(index.is_fixed(i, call) for i in ops)
     return pure and not _reads_changing(index, call, list(ops), own, trigger)
 
 

@@ -1,4 +1,4 @@
-"""Ops that forward runs under other global settings are not made again."""
+"""Global settings that forward runs under, for some ops or all of it."""
 
 import contextlib
 
@@ -124,3 +124,66 @@ def test_a_setting_that_holds_in_the_whole_step_forbids_nothing():
 
     assert plan.policy == expected.policy
     assert not done.differences
+
+
+class Tail(nn.Module):
+    """A block that has more ops than in the planned step once it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.departs = Block(contextlib.nullcontext), False
+
+    def forward(self, x):
+        y = self.block(x)
+        return y.tanh().sin() if self.departs else y
+
+
+@pytest.mark.filterwarnings("ignore:`torch.backends.mkldnn.enabled` is False")
+@pytest.mark.filterwarnings("ignore:AC unit .* where its plan expects")
+@pytest.mark.parametrize("departs", [False, True])
+@pytest.mark.parametrize("around", SETTINGS[1:])
+def test_reruns_have_the_settings_that_a_loop_sets_around_forward_only(around, departs):
+    def make_model():
+        torch.manual_seed(0)
+        return nn.Sequential(*[Tail() for _ in range(3)])
+
+    x = torch.ones(ROWS, WIDTH)
+
+    def gradients(model):
+        for tail in model:
+            tail.departs = departs
+        torch.manual_seed(1)
+        with around():
+            output = model(x)
+        mean_square(output.float()).backward()
+        return [p.grad for p in model.parameters()]
+
+    planned = make_model()
+    profile = autosac.profile(planned, x, loss_fn=mean_square)
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    own = gradients(plan.apply(planned))
+
+    for expected, gradient in zip(gradients(make_model()), own, strict=True):
+        assert torch.equal(expected, gradient)
+
+
+class Cast(nn.Module):
+    """Blocks in another precision of products, as trainers run a training step."""
+
+    def __init__(self, around):
+        super().__init__()
+        blocks = [Block(contextlib.nullcontext) for _ in range(3)]
+        self.blocks, self.around = nn.Sequential(*blocks), around
+
+    def forward(self, x):
+        with self.around():
+            return self.blocks(x)
+
+
+def test_settings_around_whole_units_forbid_nothing():
+    usual, _ = trained_as_planned(lambda: Cast(contextlib.nullcontext), 0.0)
+    plan, done = trained_as_planned(lambda: Cast(in_onednn_bfloat16), 0.0)
+
+    assert plan.policy.keys() == usual.policy.keys()
+    assert not done.differences
+    assert done.measured_peak_bytes == plan.peak_bytes <= plan.budget_bytes

@@ -187,9 +187,10 @@ def silent(memory_budget, **options):
         ({"is_called_twice": True}, {}),
         ({}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
         ({}, {"precision": "bf16-mixed"}),
+        ({}, {"precision": "bf16-true"}),
         ({}, {"plugins": Scaled, "gradient_clip_val": 0.5}),
     ],
-    ids=["called-twice", "accumulated", "bf16", "fp16"],
+    ids=["called-twice", "accumulated", "bf16", "all-bf16", "fp16"],
 )
 def test_training_under_a_budget_is_the_same_and_keeps_it(module, options):
     def trained(callback=None):
