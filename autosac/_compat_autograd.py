@@ -58,6 +58,16 @@ def _leaf() -> tuple[torch.Tensor, torch.Tensor]:
         return leaf, torch.empty(0, device="cpu")
 
 
+def saving_hooks() -> tuple[Any, Any] | None:
+    """What `torch.autograd.graph.saved_tensors_hooks` of a caller do to saved tensors.
+
+    They pack it and unpack it; None outside of any.
+    """
+    hooks: tuple[Any, Any] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks
+
+
 def is_the_engines_own() -> bool:
     """Whether the op dispatched now is the engine's, not of Python code in backward.
 

@@ -634,6 +634,24 @@ def test_weights_that_the_loop_keeps_are_said():
     )
 
 
+def test_hooks_around_the_step_are_said_once():
+    case = of(Block)
+    model = case.model()
+    profile = case.profile()
+    autosac.plan(profile, memory_budget=autosac.floor(profile)).apply(model)
+
+    mean_square(model(case.inputs())).backward()  # says nothing
+    model.zero_grad()
+    with pytest.warns(UserWarning, match="inside of `saved_tensors_hooks`") as caught:
+        for _ in range(2):
+            with torch.autograd.graph.save_on_cpu():
+                loss = mean_square(model(case.inputs()))
+            loss.backward()
+            model.zero_grad()
+
+    assert len(caught) == 1
+
+
 class Switches(nn.Module):
     """Blocks that it checkpoints, all together, if that is switched on."""
 

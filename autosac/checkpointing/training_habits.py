@@ -137,6 +137,7 @@ class TrainingHabits:
         self._trains_inputs = plan.trains_inputs is not False
         self._warns_of_transform = not plan.op_policies  # units do
         self._warns_of_weights = bool(plan.op_policies)
+        self._warns_of_hooks = bool(plan.op_policies)
         self._gradients = EarlierGradients(planned=finds_gradients, num_calls=num_calls)
         self._autocast = PlannedAutocast(plan.autocast)
         self._results = ForwardResults(model)
@@ -173,6 +174,7 @@ class TrainingHabits:
         self._outputs.begin(args, kwargs)
         self._look_at_inputs(args, kwargs)
         self._look_at_weights()
+        self._look_at_hooks()
         around = None
         ambient = _ambient(device_type)
         if ambient is None or ambient != self._usual:
@@ -242,6 +244,17 @@ class TrainingHabits:
                 " which keeps the weights that it makes until its block ends: the peak"
                 " may be above the budget by them. Enter it in the model's `forward`,"
                 " and plan that."
+            )
+
+    def _look_at_hooks(self) -> None:
+        if self._warns_of_hooks and _compat_autograd.saving_hooks() is not None:
+            self._warns_of_hooks = False
+            warn(
+                "The model is called inside of `saved_tensors_hooks`, and its AC units"
+                " save nothing through them, as `torch.utils.checkpoint` does not: if"
+                " they change values, as by a lower precision, gradients are others"
+                " than without a plan; if they move them elsewhere, those of units"
+                " stay. Train without the hooks, or call `plan.unapply(model)`."
             )
 
     def note_transform(self) -> None:
