@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
 
 from autosac.checkpointing import installing
-from autosac.errors import SolverError
+from autosac.errors import SolverError, TraceError
 from autosac.planning.spelling import spell_out
 from autosac.profiles.profile import Profile
 from autosac.profiles.traced_step import TracedStep
@@ -53,11 +55,38 @@ def difference_in_dry_run(profile: Profile, chosen: Choice) -> str:
         )
         observed = _before_optimizer(Simulator(dry), {})
         if observed == expected:
-            return ""
+            return _more_in_first_step(profile, chosen, policies)
     return (
         f"The dry run of the plan peaks at {observed[0]} bytes and leaves {observed[1]}"
         f" to the optimizer, its simulation at {expected[0]} and {expected[1]}."
         " This is a mistake in autosac; please report the model."
+    )
+
+
+def _more_in_first_step(profile: Profile, chosen: Choice, policies: Any) -> str:
+    """What the first step takes besides, if it is not the one that is planned.
+
+    Units that do something else in it run again as a whole.
+    """
+    step = profile.step
+    if not step.learned.earlier or not chosen:
+        return ""
+    step = replace(step, learned=replace(step.learned, earlier=0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # each unit that departs says so
+        try:
+            dry = dry_run(
+                step, lambda model: installing.install(model, policies), optimizes=False
+            )
+        except TraceError as error:  # such as what changed that a unit has read
+            return f"The first step of the plan fails: {error}"
+    first_bytes, _ = _before_optimizer(Simulator(dry), {})
+    peak_bytes = profile.simulator.peak_bytes(chosen)
+    if first_bytes <= peak_bytes:
+        return ""
+    return (
+        f"The first step of the plan peaks at {first_bytes} bytes, and its simulation"
+        f" at {peak_bytes}: run the model once before you plan and train."
     )
 
 

@@ -78,9 +78,9 @@ def as_measured(step: Step, tape: Tape) -> Tape:
         real = measured(step)
     except torch.OutOfMemoryError:  # that a plan may mend
         return tape
-    tape = _with_workspaces(tape, real)
-    warn_of_difference(tape, real)
-    return tape
+    planned = _with_workspaces(replace(tape, earlier=()), real)
+    warn_of_difference(planned, real)
+    return replace(planned, earlier=tape.earlier)
 
 
 def _with_workspaces(tape: Tape, real: Mapping[str, Stretch]) -> Tape:

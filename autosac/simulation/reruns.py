@@ -139,7 +139,7 @@ class Reruns:
         first_work = len(tape.storages) + len(tape.library_bytes)
         with_work = (i for i, op in enumerate(tape.ops) if op.workspace_bytes)
         self._works_of = {i: first_work + n for n, i in enumerate(with_work)}
-        self._state = first_work + len(self._works_of)
+        self._state = first_work + len(self._works_of) + len(tape.earlier)
         self._known: dict[tuple[Unit, int, tuple[int, ...] | None], _Rerun] = {}
         self._until: dict[Unit, dict[int, int]] = {}
 
@@ -261,10 +261,12 @@ class Reruns:
 def sizes_of(tape: Tape) -> IntArray:
     """Bytes of all that a span may name: see `Span`.
 
-    Of storages, what libraries keep, workspaces of ops, and a random state.
+    Of storages, what libraries keep, workspaces of ops, what earlier steps take
+    besides, and a random state.
     """
     works = (op.workspace_bytes for op in tape.ops if op.workspace_bytes)
-    others = [*tape.library_bytes, *works, _RANDOM_STATE_BYTES]
+    earlier = (more.nbytes for more in tape.earlier)
+    others = [*tape.library_bytes, *works, *earlier, _RANDOM_STATE_BYTES]
     return np.concatenate([tape.nbytes, np.array(others, dtype=np.int64)])
 
 

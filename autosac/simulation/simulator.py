@@ -86,8 +86,10 @@ class Simulator:
         self._saved_until = tape.saved_until * self.span
         library = [(0, tape.num_ticks) for _ in tape.library_bytes]
         used = [(op.made, op.end) for op in tape.ops if op.workspace_bytes]
-        # What libraries and kernels hold for themselves.
-        always = enumerate([*library, *used], start=len(tape.storages))
+        earlier = [(more.begin, more.end) for more in tape.earlier]
+        # What libraries and kernels hold for themselves, and what earlier steps do.
+        places = [*library, *used, *earlier]
+        always = enumerate(places, start=len(tape.storages))
         self._always = rows(((*span, place) for place, span in always), 3)
         self._always[:, :2] *= self.span
         self.sizes = sizes_of(tape) if sizes is None else sizes
@@ -287,7 +289,8 @@ class Simulator:
     def requested_bytes(self) -> IntArray:
         """Sizes of all that the plain step allocates.
 
-        Its storages, then what libraries and kernels hold for themselves.
+        Its storages, then what libraries and kernels hold for themselves, and what
+        earlier steps take besides.
         """
         return self.sizes[:-1]  # but for the state of random numbers
 

@@ -224,6 +224,21 @@ class LossMemory:
     most_of: str
 
 
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """What a step before the planned one takes besides, while that does the same.
+
+    Attributes:
+        begin: Tick of the planned step from which,
+        end: and until which it is taken.
+        nbytes: Its size.
+    """
+
+    begin: int
+    end: int
+    nbytes: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tape:
     """One steady training step.
@@ -245,6 +260,7 @@ class Tape:
         parameters: The model's parameters, in the order of ``parameters()``.
         opaque: FQNs of modules that must not be run again, nor cut inside.
         loss: What its loss takes; None if that is not known.
+        earlier: What steps before it take besides: peaks count that.
     """
 
     modules: ModuleTree
@@ -259,6 +275,7 @@ class Tape:
     parameters: tuple[Parameter, ...] = ()
     opaque: frozenset[str] = frozenset()
     loss: LossMemory | None = None
+    earlier: tuple[Excess, ...] = ()
 
     @cached_property
     def forward_bytes(self) -> int | None:

@@ -48,6 +48,7 @@ from autosac.tracing.conversions import idle_conversions
 from autosac.tracing.copying import copied
 from autosac.tracing.cycles import warn_of_cycles
 from autosac.tracing.failures import explanation, too_large
+from autosac.tracing.first_steps import covering
 from autosac.tracing.later_steps import (
     MOST_EARLIER,
     changed_number,
@@ -106,7 +107,8 @@ def run(
         try:
             tape, left = _run_on(mode, step, prepare, **options)
             if left and memoized.remember(left):
-                tape, _ = _run_on(mode, step, prepare, **options)
+                first, (tape, _) = tape, _run_on(mode, step, prepare, **options)
+                tape = tape if only_storages else covering(tape, first)
             elif (
                 (left or step.learned.counts)
                 and not only_storages
@@ -136,7 +138,7 @@ def _later(
 
     A model may make a table of positions in its first step only. And a second step may
     begin with more, such as the weight that `torch.nn.utils.spectral_norm` computed: it
-    is alive until it is replaced.
+    is alive until it is replaced. What earlier ones take besides, it has as well.
     """
     learned, is_real = step.learned, step.learned.real
     begun_bytes = storage_bytes(module_tensors(step.model))
@@ -146,13 +148,13 @@ def _later(
         kept_bytes = learned.kept_bytes
         if kept_bytes[0] < kept_bytes[1]:  # as a queue that fills
             learned.earlier = MOST_EARLIER
-            later, _ = _run_on(mode, step, *args, **how)
+            full, _ = _run_on(mode, step, *args, **how)
             learned.earlier = num_until_full(learned.kept_bytes)
-            return later if learned.earlier else tape
+            return covering(full, tape, later) if learned.earlier else tape
         counts = learned.counts  # what that run says of later steps is another matter
         if counts:
             learned.earlier = _FEW_EARLIER
-            later, _ = _run_on(mode, step, *args, **how)
+            second, (later, _) = later, _run_on(mode, step, *args, **how)
             *_, before, last = learned.made_bytes
             if before != last or _sizes(later) != _sizes(tape):
                 learned.earlier = MOST_EARLIER
@@ -160,7 +162,7 @@ def _later(
                 learned.earlier = num_until_alike(learned.made_bytes, counts)
                 if learned.earlier < MOST_EARLIER:
                     later, _ = _run_on(mode, step, *args, **how)
-                return later
+                return covering(later, tape, second)
     except (Retrace, TraceError) as error:
         learned.earlier = 0
         if isinstance(error, Retrace) and learned.real == is_real:
@@ -169,7 +171,7 @@ def _later(
         return tape
     begins_with_more = kept_bytes[0] - begun_bytes > _LITTLE_BYTES
     learned.earlier = int(begins_with_more or _names(later) != _names(tape))
-    return later if learned.earlier else tape
+    return covering(later, tape) if learned.earlier else tape
 
 
 def _names(tape: Tape) -> list[str]:
