@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from autosac.step.op_signatures import Signature
 from autosac.step.random_streams import random_streams_kept
 from autosac.step.reaching import op_generators_kept
 from autosac.step.training_step import LossFn, normalize_inputs
+from autosac.tracing.first_steps import covering, warn_of_first_step
 from autosac.tracing.probing import marked_modules
 from autosac.tracing.real_steps import corrected
 from autosac.tracing.step import Step
@@ -213,6 +215,7 @@ def profile_of_step(
     check_allocator(allocator)
     allocator = allocator_of(step, allocator)
     tape = trace(step)
+    warn_of_first_step(tape)
     if step.loss_fn is None:
         warn_of_summed_outputs(step.model, tape)
     new_profile = Profile(
@@ -320,18 +323,20 @@ def _calibrated(
     if real and fits:
         step, tape = corrected(profile.step, profile.tape)
         if tape is not profile.tape:
+            warn_of_first_step(tape)
             costs = modelled_costs(tape, profile.device)
             profile = replace(profile, step=step, tape=tape, costs=costs)
             profile = replace(profile, redrawn=_redrawn(profile))
     spec = _with_host(profile, device)  # first: its workspaces are given back by others
-    tape, costs = calibrated(
-        profile.tape,
-        profile.op_ms,
-        device=device,
-        cache=cache,
-        refresh=refresh,
-        progress=progress,
+    how = partial(
+        calibrated, device=device, cache=cache, refresh=refresh, progress=progress
     )
+    tape, costs = how(profile.tape, profile.op_ms)
+    earlier = [
+        how(first, modelled_costs(first, profile.device).op_ms)[0]
+        for first in tape.earlier_tapes
+    ]
+    tape = covering(tape, *earlier)
     if real and fits and can_be_measured(profile.step, tape):
         tape = as_measured(profile.step, tape)
     else:

@@ -261,6 +261,7 @@ class Tape:
         opaque: FQNs of modules that must not be run again, nor cut inside.
         loss: What its loss takes; None if that is not known.
         earlier: What steps before it take besides: peaks count that.
+        earlier_tapes: These steps, which `calibrate` measures, too.
     """
 
     modules: ModuleTree
@@ -276,6 +277,7 @@ class Tape:
     opaque: frozenset[str] = frozenset()
     loss: LossMemory | None = None
     earlier: tuple[Excess, ...] = ()
+    earlier_tapes: tuple[Tape, ...] = ()
 
     @cached_property
     def forward_bytes(self) -> int | None:

@@ -20,7 +20,7 @@ from autosac.step.tape import Excess, IntArray, Tape
 
 
 def covering(planned: Tape, *earlier: Tape) -> Tape:
-    """A tape with what earlier steps take besides; warns where that is its peak.
+    """A tape with what earlier steps take besides.
 
     Args:
         planned: The step that is planned.
@@ -29,24 +29,30 @@ def covering(planned: Tape, *earlier: Tape) -> Tape:
     ticks, own = _starts(planned), _timeline(planned)
     most = own.most_from(ticks)
     excess = np.zeros_like(most)
-    peak_bytes = own.peak_bytes
     for tape in earlier:
         timeline = _timeline(tape)
-        peak_bytes = max(peak_bytes, timeline.peak_bytes)
         places, highest = _matched(tape, planned), timeline.most_from(_starts(tape))
         np.maximum.at(excess, places, highest - most[places])
     begins = np.flatnonzero(np.diff(excess, prepend=0))
     ends = np.append(ticks, planned.num_ticks)[np.append(begins, len(ticks))[1:]]
     found = zip(ticks[begins], ends, excess[begins], strict=True)
-    if more_bytes := peak_bytes - own.peak_bytes:
+    return replace(
+        planned,
+        earlier=tuple(Excess(*map(int, row)) for row in found if row[2]),
+        earlier_tapes=earlier,
+    )
+
+
+def warn_of_first_step(tape: Tape) -> None:
+    """Warn if an earlier step takes a higher peak than the one that is planned."""
+    peaks = [_timeline(earlier).peak_bytes for earlier in tape.earlier_tapes]
+    more_bytes = max(peaks, default=0) - _timeline(tape).peak_bytes
+    if more_bytes > 0:
         warn(
             f"The first step takes {format_bytes(more_bytes)} more than later ones, as"
             " it does what they do not, and plans count that. Run the model once before"
             " you plan and train, and they need not."
         )
-    return replace(
-        planned, earlier=tuple(Excess(*map(int, row)) for row in found if row[2])
-    )
 
 
 def _starts(tape: Tape) -> IntArray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +33,7 @@ def measure_peak(
     persistent_bytes: int = 0,
     held: Callable[[], Iterable[torch.Tensor]] | None = None,
     warm_up: Callable[[], object] | None = None,
+    counts_warm_up: bool = False,
 ) -> tuple[T, int]:
     """Call ``run`` and return its result and the peak device memory meanwhile.
 
@@ -47,12 +49,14 @@ def measure_peak(
         persistent_bytes: Bytes alive when ``run`` begins, besides those.
         held: Gives tensors that are alive then; called between ``warm_up`` and ``run``.
         warm_up: Called first; ``run`` may free what it leaves alive.
+        counts_warm_up: Its peak counts as well. On the CPU without what of ``held``
+            it has replaced, as nobody knows when that was freed.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        return _measure_cuda(run, device, warm_up)
+        return _measure_cuda(run, device, warm_up, counts_warm_up)
     if device.type == "cpu":
-        result, peak_bytes = _measure_cpu(run, held, warm_up)
+        result, peak_bytes = _measure_cpu(run, held, warm_up, counts_warm_up)
         return result, persistent_bytes + peak_bytes
     raise UnsupportedError(
         f"Peaks are measured on 'cpu' and 'cuda', not on {device.type!r}: no"
@@ -61,23 +65,32 @@ def measure_peak(
 
 
 def _measure_cuda(
-    run: Callable[[], T], device: torch.device, warm_up: Callable[[], object] | None
+    run: Callable[[], T],
+    device: torch.device,
+    warm_up: Callable[[], object] | None,
+    counts_warm_up: bool,
 ) -> tuple[T, int]:
+    earlier_bytes = 0
     if warm_up is not None:
+        torch.cuda.reset_peak_memory_stats(device)
         warm_up()
+        torch.cuda.synchronize(device)
+        earlier_bytes = counts_warm_up * torch.cuda.max_memory_allocated(device)
     gc.collect()
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     result = run()
     torch.cuda.synchronize(device)
-    return result, torch.cuda.max_memory_allocated(device)
+    return result, max(earlier_bytes, torch.cuda.max_memory_allocated(device))
 
 
 def _measure_cpu(
     run: Callable[[], T],
     held: Callable[[], Iterable[torch.Tensor]] | None,
     warm_up: Callable[[], object] | None,
+    counts_warm_up: bool,
 ) -> tuple[T, int]:
+    first = _sizes(held() if held is not None and counts_warm_up else ())
     with cpu_events() as recording:
         if warm_up is not None:
             warm_up()
@@ -85,25 +98,56 @@ def _measure_cpu(
         before = _sizes(held() if held is not None else ())
         with record_function(_MARK):
             result = run()
-    return result, _peak_bytes(recording, before)
+    changes = _changes(recording)
+    peak_bytes = _peak_bytes(changes, before)
+    if counts_warm_up:
+        peak_bytes = max(peak_bytes, _earlier_peak_bytes(changes, first, before))
+    return result, peak_bytes
 
 
-def _peak_bytes(recording: profile, before: Mapping[int, int]) -> int:
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """Begin and end of the marked range; time, address and bytes of each change."""
+
+    start_ns: int
+    end_ns: int
+    events: list[tuple[int, int, int]]
+
+
+def _earlier_peak_bytes(
+    changes: _Changes, first: Mapping[int, int], last: Mapping[int, int]
+) -> int:
+    """Most bytes alive before the marked range, without what is gone by then.
+
+    Args:
+        changes: In the range, and before it.
+        first: Address -> bytes of memory that is alive as the recording begins,
+        last: and as the range does.
+    """
+    older = dict(first)
+    made: dict[int, int] = {}
+    live = peak = sum(first.values())
+    for time_ns, address, num_bytes in changes.events:
+        if time_ns >= changes.start_ns:
+            break
+        if num_bytes > 0:
+            made[address] = num_bytes
+        else:
+            num_bytes = -(made if address in made else older).pop(address, 0)
+        live += num_bytes
+        peak = max(peak, live)
+    gone = (size for a, size in older.items() if a in made or a not in last)
+    return peak - sum(gone)
+
+
+def _peak_bytes(changes: _Changes, before: Mapping[int, int]) -> int:
     """Most bytes alive in the marked range.
 
     Args:
-        recording: Of the range, and of what came before it.
+        changes: In the range, and before it.
         before: Address -> bytes of memory that is alive at its beginning.
     """
-    start_ns = end_ns = 0
-    events: list[tuple[int, int, int]] = []  # time, address, bytes
-    for event in recorded_events(recording):
-        kind, fields = event.typed
-        if kind.name == "Allocation" and fields.device.type == "cpu":
-            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
-        elif event.name == _MARK:
-            start_ns, end_ns = event.start_time_ns, event.end_time_ns
-    events.sort(key=lambda event: event[0])  # stable: ties stay in recorded order
+    start_ns, end_ns, events = changes.start_ns, changes.end_ns, changes.events
     live_bytes: dict[int, int] = {}  # of each address allocated while recording
     live = peak = 0
     has_begun = False
@@ -120,6 +164,20 @@ def _peak_bytes(recording: profile, before: Mapping[int, int]) -> int:
             live += num_bytes
             peak = max(peak, live)
     return peak
+
+
+def _changes(recording: profile) -> _Changes:
+    """What was recorded; it can be read once."""
+    start_ns = end_ns = 0
+    events: list[tuple[int, int, int]] = []
+    for event in recorded_events(recording):
+        kind, fields = event.typed
+        if kind.name == "Allocation" and fields.device.type == "cpu":
+            events.append((event.start_time_ns, fields.ptr, fields.alloc_size))
+        elif event.name == _MARK:
+            start_ns, end_ns = event.start_time_ns, event.end_time_ns
+    events.sort(key=lambda event: event[0])  # stable: ties stay in recorded order
+    return _Changes(start_ns, end_ns, events)
 
 
 def _sizes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:

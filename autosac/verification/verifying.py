@@ -72,8 +72,8 @@ class Verification(Summarized):
     """What real steps showed about a plan.
 
     Attributes:
-        baseline_peak_bytes: Measured peak of a step without the plan.
-        measured_peak_bytes: Measured peak of a step with it.
+        baseline_peak_bytes: Measured peak of the steps without the plan.
+        measured_peak_bytes: Measured peak of the steps with it.
         predicted_peak_bytes: What the plan said.
         budget_bytes: The plan's budget.
         baseline_step_ms: Median time of a step without the plan; NaN without any.
@@ -167,7 +167,7 @@ def verify(
         make_optimizer: Builds the optimizer of a model; None means no optimizer. A
             class of ``torch.optim``, or its name, builds it of the parameters.
         loss_fn: Maps the output to a scalar; None means `default_loss`.
-        steps: Steps before the states are compared; the last one's peak counts.
+        steps: Steps before the states are compared; the highest peak counts.
             Optimizer state exists from the second on.
         seed: Seeds model, inputs and steps.
         timing_rounds: Timed steps of each kind, taken in turn; 0 for no times (NaN).
@@ -446,6 +446,7 @@ def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, St
         persistent_bytes=recipe.extra_bytes or 0,
         held=run.tensors,
         warm_up=earlier_steps,
+        counts_warm_up=True,
     )
     warn_of_another_optimizer(plan, run.state_bytes())
     state = capture_state(run.model, run.optimizer, loss)
