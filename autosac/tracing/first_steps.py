@@ -74,10 +74,23 @@ def _timeline(tape: Tape) -> Timeline:
 def _matched(tape: Tape, planned: Tape) -> IntArray:
     """For each op of a step the same one of the planned step, or the last before it."""
     places = np.zeros(max(len(tape.ops), 1), dtype=np.int64)
-    matcher = SequenceMatcher(None, _names(tape), _names(planned), autojunk=False)
-    for ours, theirs, size in matcher.get_matching_blocks():
+    own, other = _names(tape), _names(planned)
+    alike = _num_alike(own, other)  # matching these takes long where names recur
+    last = _num_alike(own[alike:][::-1], other[alike:][::-1])
+    ends = len(own) - last, len(other) - last
+    matcher = SequenceMatcher(
+        None, own[alike : ends[0]], other[alike : ends[1]], autojunk=False
+    )
+    blocks = [(alike + i, alike + j, n) for i, j, n in matcher.get_matching_blocks()]
+    for ours, theirs, size in [(0, 0, alike), *blocks, (*ends, last)]:
         places[ours : ours + size] = np.arange(theirs, theirs + size)
     return np.maximum.accumulate(places)
+
+
+def _num_alike(own: list[Hashable], other: list[Hashable]) -> int:
+    """How many are the same from the first one on."""
+    differ = (i for i, (a, b) in enumerate(zip(own, other, strict=False)) if a != b)
+    return next(differ, min(len(own), len(other)))
 
 
 def _names(tape: Tape) -> list[Hashable]:
