@@ -9,7 +9,6 @@ write to, such as a dict of features or a number that is ``nonlocal``, is put ba
 from __future__ import annotations
 
 import copy
-import dis
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 
 from autosac.step.source_lines import is_users
-from autosac.tracing.own_generators import own_generators_kept
+from autosac.tracing.own_state import own_state_kept
 
 _MOST_ITEMS = 1000  # of a container that is looked at
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
@@ -37,6 +36,7 @@ def own_functions(
     *,
     optimizer: Any = None,
     is_real: bool,
+    large: list[torch.Tensor] | None = None,
 ) -> tuple[Any, ExitStack]:
     """Let functions of a copied model reach copies.
 
@@ -48,10 +48,11 @@ def own_functions(
         optimizer: A copy, too, whose functions are hooks.
         is_real: Ops change the data of tensors, so that those that functions reach
             are copied as well.
+        large: As in `own_state_kept`.
 
     Returns:
         A loss that reaches them, too; and what puts back, as it closes, what functions
-        may write to.
+        and the objects that they reach may write to.
     """
     own = _Own(memo, is_real)
     users = {id(module) for module in original.modules()}
@@ -60,9 +61,10 @@ def own_functions(
             own.exchange_in(vars(module))
     if isinstance(optimizer, torch.optim.Optimizer):
         own.exchange_in(vars(optimizer))
-    own_loss, puts_back = own.of(loss_fn), own.puts_back()
-    puts_back.enter_context(own_generators_kept(original, loss_fn, optimizer))
-    return own_loss, puts_back
+    own_loss = own.of(loss_fn)
+    reaching = (original, loss_fn, optimizer, *own.met.values())
+    kept = own_state_kept(*reaching, memo=memo, is_real=is_real, large=large)
+    return own_loss, kept
 
 
 class _Own:
@@ -83,7 +85,6 @@ class _Own:
         self.namespaces: dict[int, dict[str, Any]] = {}
         self.met: dict[int, Any] = {}  # kept, so that no address is used twice
         self.unchanged: set[int] = set()
-        self.leaves: dict[int, torch.Tensor] = {}  # shared, and given gradients
 
     def exchange_in(self, attributes: dict[str, Any]) -> None:
         """Exchange functions among attributes of a copied module, and in containers."""
@@ -128,29 +129,6 @@ class _Own:
             return self._container(value, of)
         return self._object(value)
 
-    def puts_back(self) -> ExitStack:
-        """What puts back, as it closes, what was met as it is now.
-
-        Until then leaves have no gradient: a step would add to the user's.
-        """
-        stack = ExitStack()
-        for leaf in self.leaves.values():
-            stack.callback(setattr, leaf, "grad", leaf.grad)
-            leaf.grad = None
-        for value in self.met.values():
-            if isinstance(value, types.CellType):
-                stack.callback(_put_back_cell, value, _contents(value))
-            elif isinstance(value, (dict, list, set, deque)):
-                stack.callback(_put_back_items, value, copy.copy(value))
-            elif _is_plain_object(value):
-                stack.callback(_put_back_items, vars(value), dict(vars(value)))
-            elif isinstance(value, types.FunctionType):
-                names = value.__globals__
-                for name in _written_globals(value.__code__):
-                    old = names.get(name, _EMPTY)
-                    stack.callback(_put_back_name, names, name, old)
-        return stack
-
     def _reaches(self, value: Any, seen: set[int], opens: bool = True) -> bool:
         """Whether something that a value reaches is copied."""
         if id(value) in self.copies:  # such as what a method is of
@@ -158,7 +136,6 @@ class _Own:
         if id(value) in self.memo or isinstance(value, torch.nn.Module):
             return True
         if isinstance(value, torch.Tensor):
-            self._meet_leaf(value)
             return self.is_real
         if id(value) in seen:
             return False
@@ -197,13 +174,7 @@ class _Own:
         if isinstance(value, torch.nn.Module):
             for parameter in value.parameters():
                 self.memo.setdefault(id(parameter), parameter)
-                self._meet_leaf(parameter)
         return copy.deepcopy(value, self.memo)
-
-    def _meet_leaf(self, tensor: torch.Tensor) -> None:
-        """Note what backward gives a gradient, as the centers that a loss learns."""
-        if tensor.requires_grad and tensor.is_leaf:
-            self.leaves[id(tensor)] = tensor
 
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         cells = function.__closure__ or ()
@@ -309,45 +280,3 @@ def _names(code: types.CodeType) -> set[str]:
     """Names of globals and attributes in a function and those that it defines."""
     inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))
-
-
-def _written_globals(code: types.CodeType) -> set[str]:
-    if not is_users(code.co_filename):
-        return set()
-    instructions = dis.get_instructions(code)
-    return {i.argval for i in instructions if i.opname == "STORE_GLOBAL"}
-
-
-def _put_back_cell(cell: types.CellType, contents: Any) -> None:
-    if contents is not _EMPTY:
-        cell.cell_contents = contents
-    elif _contents(cell) is not _EMPTY:
-        del cell.cell_contents
-
-
-def _put_back_name(names: dict[str, Any], name: str, old: Any) -> None:
-    if old is _EMPTY:
-        names.pop(name, None)
-    else:
-        names[name] = old
-
-
-def _put_back_items(value: Any, old: Any) -> None:
-    if isinstance(value, set):
-        is_same = len(value) == len(old) and value <= old
-    else:
-        pairs = zip(_flat(value), _flat(old), strict=False)
-        is_same = len(value) == len(old) and all(one is other for one, other in pairs)
-    if is_same:
-        return
-    value.clear()
-    if isinstance(value, (dict, set)):
-        value.update(old)
-    else:
-        value.extend(old)
-
-
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [part for item in value.items() for part in item]
-    return list(value)

@@ -38,7 +38,7 @@ from autosac.step.training_step import (
 from autosac.storages import storage_bytes
 from autosac.summaries import Summarized, Summary, Table
 from autosac.tracing.failures import quoted
-from autosac.tracing.own_generators import own_generators_kept
+from autosac.tracing.own_state import own_generators_kept
 from autosac.verification.measuring import (
     State,
     capture_state,
