@@ -27,6 +27,7 @@ from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.errors import AutosacError, TraceError
 from autosac.quantities import format_bytes
 from autosac.simulation.simulator import Simulator
+from autosac.step import copies_on_write
 from autosac.step.arguments import warn
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Op, Tape
@@ -255,6 +256,8 @@ def _measured(
     ):
         model, _, args, kwargs, loss_fn, _ = copies
         modules.update(model.modules())
+        if step.learned.writes_large is not False:
+            copies_on_write.copy_all()
 
         def run(mark: Any) -> None:
             micro_step(

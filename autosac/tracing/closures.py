@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from autosac.step.source_lines import is_users
+from autosac.tracing.learned import Learned
 from autosac.tracing.own_state import own_state_kept
 
 _MOST_ITEMS = 1000  # of a container that is looked at
@@ -36,7 +37,7 @@ def own_functions(
     *,
     optimizer: Any = None,
     is_real: bool,
-    large: list[torch.Tensor] | None = None,
+    learned: Learned,
 ) -> tuple[Any, ExitStack]:
     """Let functions of a copied model reach copies.
 
@@ -48,7 +49,7 @@ def own_functions(
         optimizer: A copy, too, whose functions are hooks.
         is_real: Ops change the data of tensors, so that those that functions reach
             are copied as well.
-        large: As in `own_state_kept`.
+        learned: Told if a step writes to large tensors of the user's.
 
     Returns:
         A loss that reaches them, too; and what puts back, as it closes, what functions
@@ -63,7 +64,7 @@ def own_functions(
         own.exchange_in(vars(optimizer))
     own_loss = own.of(loss_fn)
     reaching = (original, loss_fn, optimizer, *own.met.values())
-    kept = own_state_kept(*reaching, memo=memo, is_real=is_real, large=large)
+    kept = own_state_kept(*reaching, memo=memo, learned=learned)
     return own_loss, kept
 
 

@@ -142,6 +142,7 @@ def copied(
             *(model, step.model, step.loss_fn, memo),
             optimizer=optimizer,
             is_real=mode is None,
+            learned=step.learned,
         )
     modules = [own for own in memo.values() if isinstance(own, torch.nn.Module)]
     with puts_back:

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 
-from autosac import _compat_dispatch, _compat_fakes
-from autosac.fake_tensors.values import keeps_values
+from autosac import _compat, _compat_dispatch, _compat_fakes
+from autosac.step import copies_on_write
 from autosac.step.random_streams import GENERATORS, generators_kept
 from autosac.step.source_lines import is_users
+from autosac.tracing.learned import Learned
 
 # Those before dict and list are of these, too.
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
@@ -33,14 +34,20 @@ _MOST_OBJECTS = 100_000  # a tenth of a second
 _LARGE_BYTES = 2**24  # of a tensor that is copied only if need be
 _LIBRARIES = ("site-packages", "dist-packages")
 # Other threads and processes go on with these while a step is planned.
-_MACHINERY = (
-    *("_io", "_queue", "asyncio", "concurrent", "io", "logging", "multiprocessing"),
-    *("queue", "rich", "threading", "tqdm", "torch.distributed", "torch.utils.data"),
+_MACHINERY = tuple(
+    f"{module}."
+    for module in (
+        *("_io", "_queue", "asyncio", "concurrent", "io", "logging", "multiprocessing"),
+        *("queue", "rich", "threading", "_thread", "tqdm"),
+        *("torch.distributed", "torch.utils.data"),
+    )
 )
 # Trainers hold all of a training: of theirs only what the user's code names.
-_LOOPS = ("accelerate", "lightning", "pytorch_lightning", "transformers.trainer")
+_LOOPS = ("accelerate.", "lightning.", "pytorch_lightning.", "transformers.trainer.")
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 _EMPTY = object()
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+_MEMBERS = (*_FUNCTIONS, staticmethod, classmethod, property)
 
 
 @contextlib.contextmanager
@@ -59,8 +66,7 @@ def own_generators(*reaching: Any) -> list[Any]:
 def own_state_kept(
     *reaching: Any,
     memo: dict[int, Any],
-    is_real: bool,
-    large: list[torch.Tensor] | None = None,
+    learned: Learned,
 ) -> ExitStack:
     """What puts back, as it closes, all that functions and objects reach as it is now.
 
@@ -70,9 +76,7 @@ def own_state_kept(
     Args:
         reaching: Functions, modules and other objects.
         memo: Copies by the addresses of what is copied, and runs in place of it.
-        is_real: Ops change the data of tensors, not only of those that keep values.
-        large: Gets the large tensors, which are then not copied: no step writes to
-            them.
+        learned: Told if a step writes to large tensors.
     """
     stack = ExitStack()
     reach = _Reach(reaching)
@@ -88,7 +92,7 @@ def own_state_kept(
         elif memo.get(id(value), value) is value and (
             id(value) in memo or id(value) not in copies
         ):
-            _keep_tensor(value, stack, storages, is_real=is_real, large=large)
+            _keep_tensor(value, stack, storages, learned)
     for namespace, names in reach.namespaces.values():
         for name in names:
             old = namespace.get(name, _EMPTY)
@@ -118,10 +122,10 @@ class _Reach:
         while rest:
             self._look_at(rest)
             rest = [
-                attributes[name]
-                for attributes in map(_attributes, self.loops)
-                for name in sorted(self.names & attributes.keys())
-                if self._is_new(attributes[name])
+                value
+                for loop in self.loops
+                for name, value in _attributes(loop).items()
+                if (name in self.names or _is_users(value)) and self._is_new(value)
             ]
 
     def _is_new(self, value: Any) -> bool:
@@ -261,26 +265,28 @@ def _comes_from(kind: type, modules: tuple[str, ...]) -> bool:
 
 
 def _is_from(kind: type, modules: tuple[str, ...]) -> bool:
-    path = f"{kind.__module__}."
-    return any(path.startswith(f"{module}.") for module in modules)
+    return f"{kind.__module__}.".startswith(modules)
 
 
 def _is_of_library(value: Any) -> bool:
     """Whether a function or class is Python's own or one of an installed package."""
     module = sys.modules.get(value.__module__ or "")
-    return value.__module__ == "builtins" or (module is not None and _is_path(module))
+    return value.__module__ == "builtins" or (
+        module is not None and _is_library(module)
+    )
+
+
+def _is_users(value: Any) -> bool:
+    """Whether an object is a function, or of a class, that is no library's."""
+    return type(value) in _FUNCTIONS or not _is_of_library(type(value))
 
 
 def _is_library(module: types.ModuleType) -> bool:
-    """Whether a module is no file of the user's."""
+    """Whether a module is Python's own, of an installed package, PyTorch or autosac."""
     path = getattr(module, "__file__", None) or ""
     is_python = module.__name__.partition(".")[0] in sys.stdlib_module_names
-    return is_python or _is_path(module) or not is_users(path)
-
-
-def _is_path(module: types.ModuleType) -> bool:
-    path = getattr(module, "__file__", None) or ""
-    return any(name in path for name in _LIBRARIES)
+    is_other = path and not is_users(path)
+    return is_python or is_other or any(name in path for name in _LIBRARIES)
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -303,7 +309,7 @@ def _restorers(value: Any) -> Iterator[Callable[[], object]]:
         if not _is_of_library(value):
             yield partial(_put_back_members, value, dict(vars(value)))
         return
-    if isinstance(value, (*_FUNCTIONS, types.ModuleType, *GENERATORS)):
+    if isinstance(value, (*_MEMBERS, types.ModuleType, *GENERATORS)):
         return
     base = _base(value)
     if base not in (None, tuple):
@@ -319,16 +325,8 @@ def _restorers(value: Any) -> Iterator[Callable[[], object]]:
         yield partial(_put_back_slot, value, member, content)
 
 
-_FUNCTIONS = (types.FunctionType, types.MethodType, staticmethod, classmethod, property)
-
-
 def _keep_tensor(
-    tensor: torch.Tensor,
-    stack: ExitStack,
-    storages: set[int],
-    *,
-    is_real: bool,
-    large: list[torch.Tensor] | None,
+    tensor: torch.Tensor, stack: ExitStack, storages: set[int], learned: Learned
 ) -> None:
     """Let a stack put a tensor back to what it is now."""
     if tensor.is_leaf and tensor.requires_grad:
@@ -338,17 +336,28 @@ def _keep_tensor(
     is_here = type(tensor) in kinds and tensor.layout is torch.strided
     if not is_here or tensor.is_meta or _compat_fakes.is_fake(tensor):
         return
-    if False and not is_real and not keeps_values(tensor):
-        return
-    storage = tensor.untyped_storage()
-    if large is not None and storage.nbytes() > _LARGE_BYTES:
-        large.append(tensor)
-        return
     version = 0 if tensor.is_inference() else tensor._version
     stack.callback(_put_back_data, tensor, tensor.detach(), version)
-    if storage.data_ptr() not in storages:
-        storages.add(storage.data_ptr())
-        stack.callback(_put_back_bytes, storage, storage.cpu().clone())
+    storage = tensor.untyped_storage()
+    if storage._cdata in storages:
+        return
+    storages.add(storage._cdata)
+    if storage.nbytes() <= _LARGE_BYTES:
+        _keep_bytes(storage, stack)
+        return
+
+    def keep() -> None:
+        learned.writes_large = True
+        _keep_bytes(storage, stack)
+
+    copies_on_write.wait_for(storage, keep)
+    stack.callback(copies_on_write.leave, storage)
+
+
+def _keep_bytes(storage: torch.UntypedStorage, stack: ExitStack) -> None:
+    with _compat.no_modes():
+        old = torch.UntypedStorage(storage.nbytes()).copy_(storage)  # on the CPU
+    stack.callback(_put_back_bytes, storage, old)
 
 
 def _put_back_data(tensor: torch.Tensor, data: torch.Tensor, version: int) -> None:
@@ -360,9 +369,10 @@ def _put_back_data(tensor: torch.Tensor, data: torch.Tensor, version: int) -> No
 
 
 def _put_back_bytes(storage: torch.UntypedStorage, old: torch.UntypedStorage) -> None:
-    if storage.nbytes() != old.nbytes():
-        storage.resize_(old.nbytes())
-    storage.copy_(old)
+    with _compat.no_modes():
+        if storage.nbytes() != old.nbytes():
+            storage.resize_(old.nbytes())
+        storage.copy_(old)
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -23,7 +23,7 @@ from autosac import _compat, _compat_dispatch
 from autosac._compat_distributed import WAITS, are_distributed
 from autosac.errors import AutosacError, TraceError
 from autosac.pytrees import tensors_in
-from autosac.step import source_lines
+from autosac.step import copies_on_write, source_lines
 from autosac.step.arguments import warn
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import FORWARD_PHASES, Tape
@@ -168,7 +168,9 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
         model, args, kwargs = copy.deepcopy(originals, memo)
         copy_parameter_attributes(step.model, memo)
         loss_fn, puts_back = own_functions(
-            *(model, step.model, step.loss_fn, memo), is_real=True
+            *(model, step.model, step.loss_fn, memo),
+            is_real=True,
+            learned=step.learned,
         )
     cast_arguments(model, step.compute_dtype)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -188,6 +190,8 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
     try:
         streams = seeded_streams(step.learned.seed)
         with streams, _compat_dispatch.as_a_step_begins(), hooks, puts_back:
+            if step.learned.earlier:
+                copies_on_write.copy_all()
             for _ in range(step.learned.earlier):
                 run()
             follower.probe(model)
@@ -195,6 +199,7 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
             with follower:
                 run()
         follower.end()
+        step.learned.writes_large = bool(step.learned.writes_large)
     except _Departed:
         pass
     except AutosacError:
@@ -303,6 +308,7 @@ class _Follower(_compat.PlainDispatchMode):
             if tensor.untyped_storage()._cdata in self.shared:
                 self.stopped_by = _NeedsMore()
                 raise self.stopped_by
+        copies_on_write.before_op(func, args, kwargs)
         self.running = name
         out = func(*args, **kwargs)
         self.running = ""

@@ -24,7 +24,7 @@ from autosac.fake_tensors.resizing import RESIZING_IDS, resized
 from autosac.fake_tensors.values import refuse_sparse, run_op
 from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
-from autosac.step import source_lines
+from autosac.step import copies_on_write, source_lines
 from autosac.step.loss_graphs import loss_memory
 from autosac.step.tape import FORWARD_PHASES, LossMemory, Op, Storage, Tape
 from autosac.tracing import untold
@@ -351,6 +351,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         """Run an op of which no equal call is known."""
         if self.is_real:
             self._refuse_too_much()
+            copies_on_write.before_op(func, args, kwargs)
             return func(*args, **kwargs)
         mode = self.repeated.mode
         if self._is_count(func, args):

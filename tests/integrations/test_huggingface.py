@@ -1,3 +1,4 @@
+import copy
 import gc
 import re
 import weakref
@@ -491,6 +492,84 @@ def test_planning_counts_and_logs_nothing_of_the_trainer(tmp_path):
     counted = [e["counted"] for e in trainer.state.log_history if "counted" in e]
     assert counted == [2]
     assert "compute_loss" not in trainer.__dict__
+
+
+class Meter:
+    """Running mean of what it is told, as a number or a tensor."""
+
+    def __init__(self, mean):
+        self.mean, self.calls, self.history = mean, 0, []
+
+    def update(self, loss):
+        is_number = isinstance(self.mean, float)
+        self.mean = 0.9 * self.mean + 0.1 * (loss.item() if is_number else loss)
+        self.calls += 1
+        self.history.append(self.mean)
+        return self.mean
+
+
+METERS = []  # one, of `metered`
+
+
+def metered(outputs, labels, num_items_in_batch=None):
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+    return loss / METERS[0].update(loss.detach())
+
+
+class TeachingTrainer(MeasuredTrainer):
+    """Learns from a running mean of the weights, scaled by a running mean."""
+
+    mean = 1.0
+
+    def __init__(self, model, *args, **kwargs):
+        super().__init__(model, *args, **kwargs)
+        self.meters = {"train": [Meter(self.mean)]}
+        self.teacher = copy.deepcopy(model).requires_grad_(False).eval()
+
+    def compute_loss(
+        self, model, inputs, return_outputs=False, num_items_in_batch=None
+    ):
+        with torch.no_grad():
+            for own, other in zip(
+                self.teacher.parameters(), model.parameters(), strict=True
+            ):
+                own.mul_(0.9).add_(other.detach(), alpha=0.1)
+            expected = self.teacher(input_ids=inputs["input_ids"]).logits
+        outputs = model(**inputs)
+        loss = outputs.loss + (outputs.logits - expected).square().mean()
+        return loss / self.meters["train"][0].update(loss.detach())
+
+
+class TensorTeachingTrainer(TeachingTrainer):
+    mean = torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (TeachingTrainer, {}),
+        (TensorTeachingTrainer, {}),
+        (MeasuredTrainer, {"compute_loss_func": metered}),
+    ],
+    ids=["number", "tensor", "function"],
+)
+def test_what_losses_of_a_trainer_write_to_is_as_without_a_plan(
+    tmp_path, kind, options
+):
+    def trained(callback=None):
+        METERS[:] = [Meter(torch.ones(()))]
+        trainer = train(tmp_path, callback, kind=kind, max_steps=2, **options)
+        own = getattr(trainer, "meters", {"train": METERS})["train"][0]
+        teacher = getattr(trainer, "teacher", trainer.model)
+        return own, [*trainer.model.parameters(), *teacher.parameters()]
+
+    plain, weights = trained()
+    planned, same_weights = trained(silent("1GiB"))
+
+    assert planned.calls == plain.calls == 2
+    assert planned.history == plain.history
+    assert all(map(torch.equal, same_weights, weights))
 
 
 @pytest.mark.slow

@@ -417,6 +417,39 @@ def test_without_an_optimizer_gradients_are_never_dropped():
     assert budget.plan.baseline_peak_bytes == pytest.approx(measured, rel=1e-3)
 
 
+class Meter:
+    def __init__(self):
+        self.mean, self.calls = 1.0, 0
+
+
+METERS = []  # one, of `Metered`
+
+
+class Metered(Network):
+    """Scales its loss by a mean that is kept elsewhere; counts on its trainer."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        meter, self.trainer.counted = METERS[0], getattr(self.trainer, "counted", 0) + 1
+        meter.mean, meter.calls = 0.9 * meter.mean + 0.1 * loss.item(), meter.calls + 1
+        self.counted = self.trainer.counted
+        return loss / meter.mean
+
+
+def test_what_a_step_writes_to_outside_of_its_module_is_as_without_a_plan():
+    def trained(callback=None):
+        METERS[:] = [Meter()]
+        module, _ = train(callback, kind=Metered, max_steps=2)
+        return vars(METERS[0]), module.counted, module.losses
+
+    meter, num, losses = trained()
+    same_meter, same_num, same_losses = trained(silent("1GiB"))
+
+    assert same_meter == meter
+    assert same_num == num == meter["calls"] == 2
+    assert all(map(torch.equal, same_losses, losses))
+
+
 class Averages(lightning.Callback):
     """Begins to keep averaged weights after the first step."""
 

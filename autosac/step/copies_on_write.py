@@ -1,0 +1,43 @@
+"""Large storages of the user's that are copied as an op is about to write to them.
+
+A step that is only planned reaches weights of other models, or data, by far more often
+than it writes to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autosac import _compat
+from autosac.pytrees import tensors_in
+
+_waiting: dict[int, tuple[torch.UntypedStorage, Callable[[], object]]] = {}
+
+
+def wait_for(storage: torch.UntypedStorage, copy: Callable[[], object]) -> None:
+    """Call a function before the first op that writes to a storage, if one does."""
+    _waiting.setdefault(storage._cdata, (storage, copy))
+
+
+def leave(storage: torch.UntypedStorage) -> None:
+    """Wait no longer for writes to a storage."""
+    _waiting.pop(storage._cdata, None)
+
+
+def before_op(func: Any, args: Any, kwargs: Any) -> None:
+    """An op is about to run on real tensors."""
+    if not _waiting:
+        return
+    for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
+        _, copy = _waiting.pop(tensor.untyped_storage()._cdata, (None, None))
+        if copy is not None:
+            copy()
+
+
+def copy_all() -> None:
+    """Ops are about to run that nobody looks at."""
+    while _waiting:
+        _waiting.popitem()[1][1]()
