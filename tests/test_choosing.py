@@ -6,13 +6,14 @@ import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import autosac
 from autosac.cli.demo import GPT
 from autosac.simulation.simulator import Simulator
-from autosac.solving import slack
+from autosac.solving import repair, slack
 from autosac.solving.correcting import Search
 from autosac.solving.incumbents import most_rules, recompute_ms
 from autosac.solving.solve_options import SolveOptions
@@ -308,6 +309,20 @@ def test_a_choice_that_breaks_the_budget_by_a_block_moves_to_a_unit_that_is_alik
 
     assert chooser.true_peak_bytes(mended) <= budget
     assert recompute_ms(mended) == recompute_ms(choice) > 0
+
+
+def test_a_move_that_another_one_of_its_unit_uses_up_is_not_taken_for_free():
+    places = ("first", 0.0), ("first", 0.0), ("second", 3.0)
+    moves = [repair._Move(cost_ms, 1, unit, "less") for unit, cost_ms in places]
+    added = np.array([[-1], [-5], [-2]])
+
+    def several(over_bytes):
+        over = np.array([over_bytes])
+        return repair._Forecast({}, over, moves, added).several(math.inf)
+
+    with np.errstate(all="raise"):
+        assert several(3) == {"first": "less", "second": "less"}
+        assert several(9) is None
 
 
 @pytest.mark.slow_but_fifth

@@ -153,7 +153,7 @@ class _Forecast:
         while (over > 0).any():
             left = np.maximum(over + added, 0).sum(axis=1)
             lowered = np.maximum(over, 0).sum() - left
-            able = (lowered > 0) & (costs <= most_ms)
+            able = (lowered > 0) & np.isfinite(costs) & (costs <= most_ms)
             if not able.any():
                 return None
             best = int(np.where(able, costs / np.maximum(lowered, 1), np.inf).argmin())
