@@ -82,6 +82,11 @@ def forget_values(tensors: Iterable[torch.Tensor]) -> None:
             tensor.constant = None
 
 
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A tensor that is not fake, or what a fake one was made of; None if none is."""
+    return tensor.constant if isinstance(tensor, FakeTensor) else tensor
+
+
 def fake_mode_of(tensor: Any) -> Any:
     """The mode that a fake tensor belongs to, None for anything else."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else None

@@ -34,6 +34,7 @@ from autosac.tracing.attribution import Attribution
 from autosac.tracing.failures import bypasses, differentiates, place_of, too_large
 from autosac.tracing.learned import Learned, LiveViews, Retrace
 from autosac.tracing.probing import DRAWS, Call, Probe, module_tree, random_numbers
+from autosac.tracing.read_numbers import ReadNumbers
 from autosac.tracing.real_tensors import RealCalls
 from autosac.tracing.saving import Holder, SavedTensors
 from autosac.tracing.threads import OneThread
@@ -106,6 +107,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         self.views = LiveViews()
         self.real_ops = RealOps()
         self.thread = OneThread()
+        self.numbers = ReadNumbers()
         self.settings = AmbientSettings(target.type if target else device_type)
 
     @contextlib.contextmanager
@@ -195,12 +197,19 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
             return args[0].device
         if _compat.op_name(func) in WAITS:
             return args[0]
-        if func is _compat.ITEM and self.phase == "optimizer":
-            number = self._assumed(args[0])
-            if number is not None:
-                return number
         if id(func) in _compat.METADATA_IDS:
             return func(*args, **kwargs)
+        if self.phase != "optimizer":
+            return self._run_or_record(func, args, kwargs)
+        if func is _compat.ITEM:
+            condition = None if self.is_real else self.learned.condition
+            number = self.numbers.of(args[0], condition)
+            if number is not None:
+                return number
+        return self.numbers.run(self._run_or_record, func, args, kwargs)
+
+    def _run_or_record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an op, and record it if that is what a real step does."""
         if self.muted:
             return self._unrecorded(func, args, kwargs)
         if self.phase == "backward":
@@ -336,7 +345,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
             return out
         out = func(*args, **kwargs)
         if self.phase == "optimizer":
-            # Nobody reads step counts (see ITEM above), and counting takes long.
+            # Nobody reads step counts (see `ReadNumbers`), and counting takes long.
             _compat_fakes.forget_values(tensors_in((out,)))
         return out
 
@@ -427,18 +436,8 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         raise Retrace
 
     def _is_count(self, func: Any, args: Any) -> bool:
-        """Whether a number becomes a tensor whose value nobody reads: see ITEM."""
+        """Whether a number becomes a tensor: `ReadNumbers` knows its value."""
         return self.phase == "optimizer" and func is _LITERAL and not args[0].dim()
-
-    def _assumed(self, tensor: torch.Tensor) -> bool | int | float | None:
-        """What an optimizer reads from a tensor, None if its own values must do.
-
-        Step counts are read as numbers; no size depends on them but that RAdam does
-        more after the first few. At 1, NAdam would divide by zero.
-        """
-        if tensor.dtype is torch.bool:
-            return None if self.is_real else self.learned.condition
-        return 1000.0 if tensor.is_floating_point() else 1000
 
     def _module(self) -> int:
         """Index of the module that the running op belongs to."""

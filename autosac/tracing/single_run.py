@@ -225,6 +225,7 @@ def _run_on(
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, optimizer, (args, kwargs), held)
+            recorder.numbers.begin(step.optimizer, optimizer)
             leaves = keep_gradients(recorder, model, step.learned)
             numbers = numbers_of(modules)
             with _recorded(recorder, mode):

@@ -1,6 +1,7 @@
 """Optimizers that keep more, or take more, in later steps than in their second."""
 
 import collections
+from functools import partial
 
 import pytest
 import torch
@@ -232,3 +233,68 @@ def test_of_what_values_decide_in_an_optimizer_that_cannot_run_the_most_is_plann
     )
 
     assert peaks[0] == peaks[1] > plain.baseline_peak_bytes + width * width * 4
+
+
+class Clipped(torch.optim.SGD):
+    """Takes copies of all gradients if their norm, as a number, is high."""
+
+    def __init__(self, parameters, highest):
+        super().__init__(parameters, lr=RATE)
+        self.highest = highest
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        gradients = [p.grad for p in self.param_groups[0]["params"]]
+        if sum(gradient.norm() for gradient in gradients).item() > self.highest:
+            copies = [gradient.clone() for gradient in gradients]
+            copies = [copy.mul(2) for copy in copies] + copies
+            del copies
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        torch.optim.ASGD,
+        partial(torch.optim.ASGD, t0=2),
+        partial(torch.optim.ASGD, foreach=True),
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        partial(Clipped, highest=0.0),
+        partial(Clipped, highest=1e9),
+    ],
+)
+def test_numbers_that_an_optimizer_reads_are_those_of_a_training(make_optimizer):
+    def make_model():
+        return nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def make_step():
+        model, x = make_model(), torch.randn(2, 64)
+        optimizer = make_optimizer(model.parameters())
+
+        def step():
+            training_step(model, (x,), {}, loss_fn=loss_fn, optimizer=optimizer)
+            model.zero_grad()
+
+        return step
+
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    profile = autosac.profile(
+        model, torch.randn(2, 64), optimizer=optimizer, loss_fn=loss_fn
+    )
+    excess = profile.baseline_peak_bytes - max(peaks_of_training(make_step, 8))
+    assert 0 <= excess <= 64
+
+
+@pytest.mark.parametrize("is_built", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.SGD])
+def test_a_rate_that_is_a_tensor_is_known_without_a_real_step(kind, is_built):
+    model, x = nn.Linear(64, 64), torch.randn(2, 64)
+
+    def make(parameters):
+        return kind(parameters, lr=torch.tensor(RATE))
+
+    optimizer = make if is_built else make(model.parameters())
+    profile = autosac.profile(model, x, optimizer=optimizer, loss_fn=loss_fn)
+    assert not profile.step.learned.real
