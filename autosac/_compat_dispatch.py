@@ -221,7 +221,18 @@ def is_plain(kind: type) -> bool:
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no memory but that of other tensors, which it hides."""
-    return is_traceable_wrapper_subclass(tensor)
+    if is_plain(type(tensor)):
+        return False
+    if is_traceable_wrapper_subclass(tensor):
+        return True
+    # Tensors of `_make_wrapper_subclass` have a storage whose address is an error, also
+    # without the `__tensor_flatten__` by which PyTorch knows others.
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            tensor.untyped_storage().data_ptr()
+        except RuntimeError:
+            return True
+    return False
 
 
 def is_in_transform() -> bool:

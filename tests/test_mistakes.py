@@ -96,6 +96,35 @@ class Multiplied(nn.Sequential):
         self.product = Multiplies()
 
 
+class Scaled(torch.Tensor):
+    """A quantized tensor without `__tensor_flatten__`."""
+
+    @staticmethod
+    def __new__(cls, integers, scale):
+        return cls._make_wrapper_subclass(cls, integers.shape, dtype=torch.float32)
+
+    def __init__(self, integers, scale):
+        self.integers, self.scale = integers, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        plain = [a.integers * a.scale if isinstance(a, cls) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class Noted(torch.Tensor):
+    """It has memory of its own, and does what ops do."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
+
+
+class Called(torch.Tensor):
+    """Functions are told of it, ops are not."""
+
+
 def holding(name, tensor):
     """A model with such a buffer."""
     model = mlp()
@@ -344,6 +373,14 @@ MISTAKES = {
         lambda: plan(holding("pair", TwoTensor(X, X))),
         "`pair` holds a TwoTensor.* compute with plain tensors",
     ),
+    "a tensor made of others that no compiler knows": (
+        lambda: plan(holding("scaled", Scaled(X.to(torch.int8), 0.01))),
+        "`scaled` holds a Scaled.* compute with plain tensors",
+    ),
+    "an input made of others": (
+        lambda: autosac.plan(mlp(), Scaled(X, 2.0), memory_budget="1GiB"),
+        "`inputs` holds a Scaled.* compute with plain tensors",
+    ),
     "a part traced": (
         lambda: plan(nn.Sequential(scripted(lambda: torch.jit.trace(mlp(), X)))),
         "`0` is a TorchScript module",
@@ -505,6 +542,13 @@ def test_arguments_are_wrong_in_value_or_type():
 
 
 # --- what may look like a mistake and is none ---------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Noted, Called])
+def test_tensors_with_memory_of_their_own_are_planned_as_plain_ones(kind):
+    own = torch.Tensor._make_subclass(kind, X)
+    peak_bytes = plan(holding("own", X)).peak_bytes
+    assert plan(holding("own", own)).peak_bytes == peak_bytes
 
 
 @pytest.mark.parametrize("exclude", ["1", ("1",), "[1]", nn.ReLU, (nn.ReLU,)])
