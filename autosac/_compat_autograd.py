@@ -134,6 +134,15 @@ def saved_names(node: Any) -> frozenset[str]:
     return frozenset(name.removeprefix("_raw_saved_") for name in names)
 
 
+def saves_through_others(pack: Any) -> bool:
+    """Whether other hooks are in force on what autograd saves than those of a `pack`.
+
+    Autograd asks the innermost hooks only.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and bool(hooks[0] != pack)
+
+
 def backward_roots() -> tuple[Any, ...]:
     """Nodes that the backward pass of this thread began at; empty if nobody tells.
 

@@ -109,7 +109,7 @@ def hints(refused: Mapping[str, str]) -> tuple[str, ...]:
     """
     first: dict[str, str] = {}
     for fqn, why in refused.items():
-        for setting in ("checkpointing", "use_cache"):
+        for setting in ("checkpointing", "use_cache", "saved_tensors_hooks"):
             if setting in why:
                 first.setdefault(setting, f"`{fqn}` cannot be an AC unit: {why}.")
     return tuple(first.values())

@@ -31,6 +31,13 @@ CATEGORIES = (
 )
 
 
+# Why a module call is none to checkpoint: autograd asks the innermost hooks only.
+OTHER_HOOKS = (
+    "it runs under `saved_tensors_hooks` that the model has set, which keep what"
+    " backward needs (leave them out, and the plan decides)"
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage:
     """One block of device memory.

@@ -12,11 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
+from autosac import _compat_autograd
 from autosac._compat_distributed import local
 from autosac.pytrees import first_function, opaque_type
 from autosac.step.marks import Marks, marked, marks_of
 from autosac.step.modules import ModuleNode, ModuleTree
-from autosac.step.tape import ModuleCall
+from autosac.step.tape import OTHER_HOOKS, ModuleCall
 
 
 def module_tree(model: torch.nn.Module) -> ModuleTree:
@@ -165,8 +166,18 @@ class Call:
         self.repeats_inputs = False
         self.settings = 0
 
-    def look_at_arguments(self, arguments: Any, tensors: list[torch.Tensor]) -> None:
-        """Note what forbids a second call, and what FSDP2 asks of the tensors."""
+    def look_at_arguments(
+        self, arguments: Any, tensors: list[torch.Tensor], pack: Any
+    ) -> None:
+        """Note what forbids a second call, and what FSDP2 asks of the tensors.
+
+        Args:
+            arguments: Of the call.
+            tensors: In them.
+            pack: The recorder's own hook on what autograd saves.
+        """
+        if _compat_autograd.saves_through_others(pack):
+            self.once = OTHER_HOOKS
         if opaque := opaque_type(arguments):
             self.once = f"its input holds a {opaque}, so it may not be called twice"
             if opaque.endswith("Cache"):  # of Transformers

@@ -471,7 +471,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
             call.random = random_numbers()
         tensors = list(tensors_in((args, kwargs)))
         call.inputs = self._handed_on(tensors)
-        call.look_at_arguments((args, kwargs), tensors)
+        call.look_at_arguments((args, kwargs), tensors, self._pack)
         self.calls.append(call)
         self.modules.stack.append(module)
         self.running.append(call)

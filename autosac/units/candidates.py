@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autosac.devices.programs import ProgramCosts
-from autosac.step.tape import ModuleCall, Op, Tape
+from autosac.step.tape import OTHER_HOOKS, ModuleCall, Op, Tape
 from autosac.units.groups import Group, TapeIndex, lasting, make_groups
 from autosac.units.policies import is_listed
 from autosac.units.unit import Unit
@@ -95,6 +95,8 @@ def make_unit(
     tape = index.tape
     saved = index.saved_in(call.enter, call.exit)
     unpacked = [t for i in saved if (t := tape.saved[i].unpacked) is not None]
+    if call.once == OTHER_HOOKS:  # what it saves is not seen
+        return OTHER_HOOKS
     if not unpacked:
         return ""
     trigger = min(unpacked)

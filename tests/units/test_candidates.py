@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from autosac import floor, plan, verify
+from autosac.errors import InfeasibleBudgetError
 from autosac.profiles.profile import profile
 from autosac.step.tape import Tape
 from tests.models import (
@@ -56,6 +57,28 @@ def test_a_module_under_checkpointing_of_its_own_is_refused():
 
     refused = units.units.refused["0.inner"]
     assert "it has its own checkpointing (switch that off" in refused
+
+
+class OwnHooks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh())
+        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Tanh())
+
+    def forward(self, x):
+        x = self.before(x)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return self.inner(x)
+
+
+def test_modules_under_hooks_on_what_autograd_saves_are_refused_with_the_reason():
+    found = find(nn.Sequential(OwnHooks()), torch.ones(2, WIDTH), loss_fn=torch.sum)
+
+    assert "under `saved_tensors_hooks`" in found.units.refused["0.inner"]
+    assert not any(fqn.startswith("0.before") for fqn in found.units.refused)
+    with pytest.raises(InfeasibleBudgetError, match="leave them out"):
+        plan(found, memory_budget=1)
+    assert "leave them out" in str(plan(found, memory_budget="1GiB"))
 
 
 def test_an_excluded_module_is_refused_and_what_is_inside_it_is_not():
