@@ -52,7 +52,7 @@ def choose(
 
     Of units of the MILP and of the whole model, streamed, it takes what is faster.
     Where sizes vary they leave room for the steps that come. Where no choice leaves
-    enough, or none that is as fast, it is that of least peak, which leaves most.
+    enough, or none that is as fast, it is one of least peak, which leaves most.
 
     Raises:
         InfeasibleBudgetError: No plan fits.
@@ -105,10 +105,31 @@ def _choose_units(
     if profile.redrawn and chosen != {}:
         low = lowest(profile)
         if chosen is None and profile.peak_bytes(low) <= budget_bytes:
-            return low, profile.chooser.choose(budget_bytes, options)[1]
+            return _roomiest(profile, low, budget_bytes, options)
         if chosen is not None and recompute_ms(low) < recompute_ms(chosen):
             chosen = low
     return chosen, bound_ms
+
+
+def _roomiest(
+    profile: TracedStep, low: Choice, budget_bytes: int, options: SolveOptions
+) -> tuple[Choice, float]:
+    """As `_choose`, where none leaves enough: the fastest of those that leave most.
+
+    Args:
+        profile: A step whose sizes vary.
+        low: The choice of least peak.
+        budget_bytes: Cap on the peak.
+        options: For the MILP.
+    """
+    least_bytes = profile.peak_bytes(low)
+    chosen, bound_ms = profile.chooser.choose(least_bytes, options)
+    if budget_bytes > least_bytes:
+        bound_ms = profile.chooser.choose(budget_bytes, options)[1]
+    if chosen is None or recompute_ms(low) <= recompute_ms(chosen):
+        return low, bound_ms
+    leaves_less = profile.room_bytes(chosen) > profile.room_bytes(low)
+    return low if leaves_less else chosen, bound_ms
 
 
 def _confirmed_lowest(profile: TracedStep) -> Choice:

@@ -355,7 +355,8 @@ class Plan(PlanData, Summarized):
 
     def _why_dear(self, gap: str) -> tuple[str, str]:
         """Of a plan that takes much more time than is proven to be needed."""
-        if self.traced is not None and self.traced.redrawn:
+        has_room = self.peak_bytes < self.budget_bytes
+        if has_room and self.traced is not None and self.traced.redrawn:
             left = format_bytes(self.budget_bytes - self.peak_bytes)
             return (
                 "room",

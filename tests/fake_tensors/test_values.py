@@ -5,6 +5,7 @@ import gc
 import warnings
 from dataclasses import replace
 from functools import cache, partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -291,6 +292,30 @@ class DropsBlocks(nn.Module):
             if torch.rand([]) > 0.5:
                 x = x + block(x)
         return x
+
+
+def test_where_no_room_is_left_the_fastest_choice_of_least_peak_is_planned():
+    _, traced = traced_experts()
+    least, units = floor(traced), traced.formulation
+    fast = traced.chooser.lowest()
+    alike = (
+        {**fast, unit: policy}
+        for unit, curve in zip(units.units, units.curves, strict=True)
+        for policy in curve.policies
+    )
+    slow = next(
+        choice
+        for choice in alike
+        if recompute_ms(choice) > 1.05 * recompute_ms(fast)
+        and traced.peak_bytes(choice) == least
+    )
+    with patch("autosac.planning.choices.lowest", return_value=slow):
+        planned = plan(traced, memory_budget=least, dry_run=False)
+
+    assert traced.redrawn
+    assert planned.peak_bytes == least
+    assert planned.recompute_ms <= recompute_ms(fast)
+    assert "room" not in str(replace(planned, bound_ms=0.0))
 
 
 @pytest.mark.slow
