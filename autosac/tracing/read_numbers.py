@@ -3,7 +3,7 @@
 They may decide what it does, and fakes have no values. Known is what it was given, sets
 to a number, as `ASGD` does, or works out from such tensors. What it changes in place in
 another way is taken for a count, which is read as that of a long training. Of anything
-else, such as a norm of gradients, only a real step knows.
+else, such as a norm of gradients, only a real step knows where it may decide.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class ReadNumbers:
 
     def __init__(self) -> None:
         self._numbers = WeakIdKeyDictionary()  # storage -> number
+        self._only_scales = False
 
     def run(self, run: Callable[..., Any], func: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, and follow the numbers that it sets."""
@@ -59,8 +60,8 @@ class ReadNumbers:
         is_fake = _compat_fakes.is_fake(tensor)
         if tensor.dtype is torch.bool:
             return condition
-        if number is None and is_fake and condition is not None:
-            number = _MANY if condition else 0
+        if number is None and is_fake and (self._only_scales or condition is not None):
+            number = 0 if condition is False else _MANY
         if number is None or (not is_fake and number != _MANY):
             return None
         with _compat.no_modes():
@@ -73,6 +74,9 @@ class ReadNumbers:
             original: The user's optimizer, or a function that makes the other one.
             copied: The one that steps.
         """
+        # PyTorch's own take norms of tensors, as `Adafactor` does, but do not branch.
+        module = f"{type(copied).__module__}."
+        self._only_scales = module.startswith("torch.optim.")
         copies = _options_and_state(copied)
         originals = _options_and_state(original) or copies
         for own, copy in zip(originals, copies, strict=False):
