@@ -58,14 +58,13 @@ def _leaf() -> tuple[torch.Tensor, torch.Tensor]:
         return leaf, torch.empty(0, device="cpu")
 
 
-def saving_hooks() -> tuple[Any, Any] | None:
-    """What `torch.autograd.graph.saved_tensors_hooks` of a caller do to saved tensors.
-
-    They pack it and unpack it; None outside of any.
-    """
-    hooks: tuple[Any, Any] | None
+def has_saving_hooks() -> bool:
+    """Whether `torch.autograd.graph.saved_tensors_hooks` of the user's are on."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks
+    if hooks is None:
+        return False
+    module = f"{getattr(hooks[0], '__module__', '')}."
+    return not module.startswith(("torch.utils.checkpoint.", "autosac."))
 
 
 def is_the_engines_own() -> bool:

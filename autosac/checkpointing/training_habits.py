@@ -247,7 +247,7 @@ class TrainingHabits:
             )
 
     def _look_at_hooks(self) -> None:
-        if self._warns_of_hooks and _compat_autograd.saving_hooks() is not None:
+        if self._warns_of_hooks and _compat_autograd.has_saving_hooks():
             self._warns_of_hooks = False
             warn(
                 "The model is called inside of `saved_tensors_hooks`, and its AC units"

@@ -18,6 +18,8 @@ from autosac.step.arguments import warn
 from autosac.step.ledger import Ledger, Timeline
 from autosac.step.tape import Excess, IntArray, Tape
 
+_LITTLE = 0.01  # of a peak, that nobody has to do something about
+
 
 def covering(planned: Tape, *earlier: Tape) -> Tape:
     """A tape with what earlier steps take besides.
@@ -46,8 +48,9 @@ def covering(planned: Tape, *earlier: Tape) -> Tape:
 def warn_of_first_step(tape: Tape) -> None:
     """Warn if an earlier step takes a higher peak than the one that is planned."""
     peaks = [_timeline(earlier).peak_bytes for earlier in tape.earlier_tapes]
-    more_bytes = max(peaks, default=0) - _timeline(tape).peak_bytes
-    if more_bytes > 0:
+    peak_bytes = _timeline(tape).peak_bytes
+    more_bytes = max(peaks, default=0) - peak_bytes
+    if more_bytes > _LITTLE * peak_bytes:
         warn(
             f"The first step takes {format_bytes(more_bytes)} more than later ones, as"
             " it does what they do not, and plans count that. Run the model once before"
