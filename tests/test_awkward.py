@@ -182,6 +182,7 @@ def test_traces_that_other_threads_may_disturb_must_agree(disturbed, monkeypatch
         assert agreed.ops == alone.ops[disturbed[-1] :]
 
 
+@pytest.mark.filterwarnings("ignore:The first step takes")
 def test_what_functions_remember_is_no_fake_and_no_op_of_later_steps():
     awkward.angles.cache_clear()
     case = AWKWARD["remembers"]
