@@ -31,7 +31,7 @@ _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, *weakref.ProxyTypes)
 _MOST_ITEMS = 1000  # of a container that is looked at
 _MOST_OBJECTS = 100_000  # a tenth of a second
-_LARGE_BYTES = 2**24  # of a tensor that is copied only if need be
+_MOST_COPIED = 2**24  # bytes of tensors; others are copied only if need be
 _LIBRARIES = ("site-packages", "dist-packages")
 # Other threads and processes go on with these while a step is planned.
 _MACHINERY = tuple(
@@ -85,6 +85,7 @@ def own_state_kept(
     )
     copies = set(map(id, memo.values()))
     storages: set[int] = set()
+    left_bytes = _MOST_COPIED
     for value in reach.seen.values():
         if not isinstance(value, torch.Tensor):
             for put_back in _restorers(value):
@@ -92,7 +93,7 @@ def own_state_kept(
         elif memo.get(id(value), value) is value and (
             id(value) in memo or id(value) not in copies
         ):
-            _keep_tensor(value, stack, storages, learned)
+            left_bytes -= _keep_tensor(value, stack, storages, left_bytes, learned)
     for namespace, names in reach.namespaces.values():
         for name in names:
             old = namespace.get(name, _EMPTY)
@@ -326,25 +327,37 @@ def _restorers(value: Any) -> Iterator[Callable[[], object]]:
 
 
 def _keep_tensor(
-    tensor: torch.Tensor, stack: ExitStack, storages: set[int], learned: Learned
-) -> None:
-    """Let a stack put a tensor back to what it is now."""
+    tensor: torch.Tensor,
+    stack: ExitStack,
+    storages: set[int],
+    left_bytes: int,
+    learned: Learned,
+) -> int:
+    """Let a stack put a tensor back to what it is now; return the bytes copied.
+
+    Args:
+        tensor: The tensor.
+        stack: Of callbacks.
+        storages: Known by now.
+        left_bytes: How many may be copied.
+        learned: Told if a step writes to what was not copied.
+    """
     if tensor.is_leaf and tensor.requires_grad:
         stack.callback(setattr, tensor, "grad", tensor.grad)
         tensor.grad = None
     kinds = (torch.Tensor, torch.nn.Parameter)
     is_here = type(tensor) in kinds and tensor.layout is torch.strided
     if not is_here or tensor.is_meta or _compat_fakes.is_fake(tensor):
-        return
+        return 0
     version = 0 if tensor.is_inference() else tensor._version
     stack.callback(_put_back_data, tensor, tensor.detach(), version)
     storage = tensor.untyped_storage()
     if storage._cdata in storages:
-        return
+        return 0
     storages.add(storage._cdata)
-    if storage.nbytes() <= _LARGE_BYTES:
+    if storage.nbytes() <= left_bytes:
         _keep_bytes(storage, stack)
-        return
+        return storage.nbytes()
 
     def keep() -> None:
         learned.writes_large = True
@@ -352,6 +365,7 @@ def _keep_tensor(
 
     copies_on_write.wait_for(storage, keep)
     stack.callback(copies_on_write.leave, storage)
+    return 0
 
 
 def _keep_bytes(storage: torch.UntypedStorage, stack: ExitStack) -> None:
