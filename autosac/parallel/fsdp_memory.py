@@ -177,20 +177,18 @@ class RankSimulator:
     def late_copies(self, sharding: Sharding) -> int:
         """How many units' buffers threads of gloo may hold when they are slow.
 
-        Each of the two threads of a process group may still hold what it has just
-        gathered or reduced (`ProcessGroupGloo::runLoop`): among ranks that share
-        parameters the gathered buffer, or a copy of the gradients, and among replicas
-        what is then cast, or added to earlier gradients. Otherwise that is the
-        gradients.
+        FSDP2 waits for each collective, so that each of the two threads of a process
+        group may still hold the last that it ran (`ProcessGroupGloo::runLoop`), also
+        when the loop has dropped it: among ranks that share parameters the gathered
+        buffer, or a copy of the gradients, and among replicas the reduced gradients,
+        of which a rank has one in `shard_degree` parts.
         """
-        is_cast = any(
-            p.gradient is not None and sharding.reduce_dtype not in (None, p.dtype)
-            for p in self.tape.parameters
-        )
-        is_left = is_cast or self.how.adds_gradients
-        is_all_reduced = is_left and sharding.replicate_degree > 1
-        num_groups = int(sharding.shard_degree > 1) + int(is_all_reduced)
-        return GLOO_THREADS * num_groups if self.how.copies else 0
+        if not self.how.copies:
+            return 0
+        degree = sharding.shard_degree
+        is_replicated = sharding.replicate_degree > 1
+        num_gathered = GLOO_THREADS if degree > 1 else 0
+        return num_gathered + is_replicated * -(-GLOO_THREADS // degree)
 
     def timeline(
         self,

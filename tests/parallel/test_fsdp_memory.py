@@ -359,12 +359,26 @@ def test_slow_threads_hold_what_the_largest_unit_reduces(traced, made_in_bf16):
         for shard in (1, 2)
         for replicate in (1, 2)
     }
-    # One rank sends nothing, and what replicas sum is the gradients themselves.
-    assert copies == {(1, 1): 0, (1, 2): 0, (2, 1): 2, (2, 2): 2}
+    # One rank sends nothing; replicas of two ranks sum halves.
+    assert copies == {(1, 1): 0, (1, 2): 2, (2, 1): 2, (2, 2): 3}
     cast = replace(
         whole, replicate_degree=2, param_dtype="bfloat16", reduce_dtype="bfloat16"
     )
-    assert RankSimulator(made_in_bf16).late_copies(cast) == 4
+    assert RankSimulator(made_in_bf16).late_copies(cast) == 3
+
+
+def test_slow_threads_hold_reduced_gradients_that_the_loop_has_dropped(traced):
+    replicas = Sharding(units=fsdp_units(BLOCKS), shard_degree=1, replicate_degree=2)
+    model = wide_gpt()
+    of_blocks = [num_bytes(model.get_submodule(fqn)) for fqn in BLOCKS]
+    largest = max(*of_blocks, num_bytes(model) - sum(of_blocks))
+
+    # Each of two threads holds the last that it reduced.
+    assert RankSimulator(traced).late_bytes(replicas) == 2 * largest
+
+
+def num_bytes(module):
+    return sum(p.nbytes for p in module.parameters())
 
 
 def test_slow_threads_hold_what_a_frozen_unit_gathers():
