@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, reduce
 from typing import Any
 
 import torch
@@ -150,6 +150,13 @@ def op_name(func: Any) -> str:
     if entry is None:
         entry = _names[id(func)] = (func, str(func))
     return entry[1]
+
+
+@cache
+def op_of(name: str) -> Any:
+    """The op of such a name, None if there is none."""
+    start: Any = torch.ops
+    return reduce(lambda of, word: getattr(of, word, None), name.split("."), start)
 
 
 @cache

@@ -174,6 +174,27 @@ def is_loss_parallel() -> bool:
     return torch.ops.aten.nll_loss_forward.default in handlers
 
 
+def has_sharding_rule(func: Any) -> bool:
+    """Whether a `DTensor` knows how an op is divided.
+
+    The tables are those of `ShardingPropagator.propagate_op_sharding_non_cached` and
+    of `OpDispatcher`. Newer PyTorch may take an op apart instead.
+    """
+    from torch.distributed.tensor import DTensor  # slow to import
+
+    dispatcher: Any = DTensor._op_dispatcher
+    propagator: Any = dispatcher.sharding_propagator
+    names = ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs")
+    tables = [getattr(propagator, name, {}) for name in names]
+    tables += [
+        dispatcher._custom_op_handlers,
+        {torch.ops.aten._local_scalar_dense.default: None},
+    ]
+    by_parts = getattr(propagator, "decomp_strategy", None)
+    is_in_parts = by_parts is not None and by_parts.has_decomp(func)
+    return is_in_parts or any(func in table for table in tables)
+
+
 def hide_propagation() -> None:
     """Keep autosac's modes from seeing the ops by which `DTensor` finds out shapes.
 

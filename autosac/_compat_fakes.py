@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autosac._compat import (
+    is_foreign,
     no_dispatch,
     no_modes,
     pick_arguments,
@@ -18,6 +19,11 @@ from autosac._compat import (
 )
 
 __all__ = ["FakeTensorMode", "fake_like"]
+
+_KEYS_OF_ALL_DEVICES = (
+    *("Meta", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"),
+    "CompositeImplicitAutograd",
+)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -166,6 +172,18 @@ def by_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if isinstance(out, torch.Tensor):
         return as_fake(mode, out, device)
     return type(out)(None if t is None else as_fake(mode, t, device) for t in out)
+
+
+def runs_on_real_copies(func: Any) -> bool:
+    """Whether fakes run an op of PyTorch's own on real tensors, as large as they are.
+
+    They do where it has kernels for devices alone (`run_fallback_kernel` in
+    torch/_subclasses/fake_tensor.py).
+    """
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    return not is_foreign(func) and not any(
+        has_kernel(func.name(), key) for key in _KEYS_OF_ALL_DEVICES
+    )
 
 
 def _as_meta(tensor: torch.Tensor) -> torch.Tensor:

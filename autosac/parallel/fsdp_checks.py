@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from autosac import _compat
+from autosac._compat_distributed import has_sharding_rule, is_collective
+from autosac._compat_fakes import runs_on_real_copies
 from autosac.errors import UnsupportedError
+from autosac.parallel.fsdp_optimizer import find_shards
 from autosac.parallel.sharding import Sharding
 from autosac.profiles.profile import Profile
 from autosac.step.tape import ModuleCall, Tape
@@ -20,8 +24,8 @@ OF_FULLY_SHARD = {
 }
 # Ops to which DTensor gives all of an operand on each rank.
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "mv", "addmv"})
-# Ops that DTensor refuses: to assign to selected elements, and to copy lists.
-_ASSIGNS, _COPIES = "index_put_", "_foreach_copy_"
+# To assign to selected elements: torch 2.14 has a rule for it that fails.
+_ASSIGNS = "index_put_"
 
 
 def check_step(profile: Profile) -> None:
@@ -64,22 +68,36 @@ def check_optimizer(tape: Tape) -> None:
     """Refuse an optimizer that does not step on distributed tensors as on whole ones.
 
     Raises:
-        UnsupportedError: It multiplies matrices, or runs what distributed tensors
-            refuse.
+        UnsupportedError: It multiplies matrices, runs what distributed tensors refuse,
+            or what they run on whole copies first.
     """
     shapes = {parameter.shape for parameter in tape.parameters}
-    states = {state for parameter in tape.parameters for state in parameter.states}
+    distributed = {*find_shards(tape).storages.tolist()}
+    for parameter in tape.parameters:
+        distributed |= {parameter.storage, parameter.gradient}
     for op in tape.ops:
         if op.phase != "optimizer":
             continue
         words = op.name.split(".")
         assigns = _ASSIGNS in words and not shapes.isdisjoint(op.shapes)
-        if assigns or (_COPIES in words and not states.isdisjoint(op.writes)):
+        is_distributed = not distributed.isdisjoint((*op.reads, *op.writes))
+        # What ranks with slices exchange is what a rule made of another op.
+        func = None if is_collective(op.name) else _compat.op_of(op.name)
+        if assigns or (is_distributed and func and not has_sharding_rule(func)):
+            fix = "Use another optimizer, such as AdamW,"
+            if "_fused_" in op.name:
+                fix = "Pass it `foreach=True` or `fused=False`,"
             raise UnsupportedError(
-                f"The optimizer runs `{op.name}`, as Rprop does, which PyTorch refuses"
-                " to do to distributed tensors, and such FSDP2 makes of parameters. Use"
-                " another optimizer, such as AdamW, or DDP with"
-                " `autosac.plan_replicas`."
+                f"The optimizer runs `{op.name}`, which PyTorch refuses to do to"
+                " distributed tensors, and such FSDP2 makes of parameters."
+                f" {fix} or use DDP with `autosac.plan_replicas`."
+            )
+        if is_distributed and func and runs_on_real_copies(func):
+            raise UnsupportedError(
+                f"The optimizer runs `{op.name}`, and for its shapes PyTorch runs that"
+                " on whole copies of all parameters, gradients and state once, in the"
+                " first step on distributed tensors. Pass `lr` as a float, or"
+                " `fused=False`."
             )
         if not _PRODUCTS.isdisjoint(words):
             raise UnsupportedError(
