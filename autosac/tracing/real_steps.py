@@ -190,10 +190,9 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
     try:
         streams = seeded_streams(step.learned.seed)
         with streams, _compat_dispatch.as_a_step_begins(), hooks, puts_back:
-            if step.learned.earlier:
-                copies_on_write.copy_all()
-            for _ in range(step.learned.earlier):
-                run()
+            with follower:
+                for _ in range(step.learned.earlier):
+                    run()
             follower.probe(model)
             follower.copies.update(model.modules())
             with follower:
@@ -239,6 +238,8 @@ def _miss(nothing: None) -> torch.Tensor:
 class _Follower(_compat.PlainDispatchMode):
     """Compares the ops of a real step with those of its trace as they run.
 
+    Those of the steps before it are only kept from writing to what is shared.
+
     Args:
         expected: Names of the ops of the trace.
 
@@ -247,7 +248,8 @@ class _Follower(_compat.PlainDispatchMode):
         copies: Those of the model's modules.
         departure: The first difference so far.
         phase: Of the step.
-        fqns: FQN of every module.
+        fqns: FQN of every module, once the step begins.
+        follows: The step has begun.
         failed_in: Index of the innermost module that raised an exception.
         running: Name of the op that runs; of the last one if that failed.
         stopped_by: What this has raised to end the step. TorchScript's interpreter
@@ -262,16 +264,18 @@ class _Follower(_compat.PlainDispatchMode):
         self.copies: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self.departure: Departure | None = None
         self.phase = "forward"
-        self.fqns: list[str] = []
+        self.fqns = [""]
+        self.follows = False
         self.stack = [0]
         self.failed_in = 0
         self.running = ""
         self.stopped_by: BaseException | None = None
 
     def probe(self, model: torch.nn.Module) -> None:
-        """Learn from a model which of its modules runs."""
-        for index, (fqn, module) in enumerate(model.named_modules()):
-            self.fqns.append(fqn)
+        """The step begins: learn from a model which of its modules runs."""
+        self.follows = True
+        self.fqns = [fqn for fqn, _ in model.named_modules()]
+        for index, module in enumerate(model.modules()):
             if not isinstance(module, torch.jit.ScriptModule):
                 module.forward = Probe(self, index, module.forward)
 
@@ -301,9 +305,8 @@ class _Follower(_compat.PlainDispatchMode):
         name = _compat.op_name(func)
         if id(func) in _compat.IGNORED_IDS or is_mark(name) or name in WAITS:
             return func(*args, **kwargs)
-        if self.place >= len(self.expected) or self.expected[self.place] != name:
-            self._depart(name)
-        self.place += 1
+        if self.follows:
+            self._compare(name)
         for tensor in tensors_in(_compat.written_arguments(func, args, kwargs)):
             if tensor.untyped_storage()._cdata in self.shared:
                 self.stopped_by = _NeedsMore()
@@ -313,6 +316,11 @@ class _Follower(_compat.PlainDispatchMode):
         out = func(*args, **kwargs)
         self.running = ""
         return out
+
+    def _compare(self, name: str) -> None:
+        if self.place >= len(self.expected) or self.expected[self.place] != name:
+            self._depart(name)
+        self.place += 1
 
     def _depart(self, name: str | None) -> None:
         self.departure = self.departure or Departure(

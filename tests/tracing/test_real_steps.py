@@ -446,6 +446,62 @@ def test_the_check_changes_nothing(writes):
     assert model.calls == 0
 
 
+SCALE = nn.Parameter(torch.ones(WIDTH))
+
+
+class Initialised(nn.Linear):
+    """Writes in its first forward to parameters, of which no later one knows."""
+
+    def __init__(self, write):
+        super().__init__(WIDTH, WIDTH)
+        self.frozen = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.write, self.first = write, True
+
+    def forward(self, x):
+        if self.first:
+            with torch.no_grad():
+                self.write(self, super().forward(x).std(0))
+            self.first = False
+        return super().forward(x) * SCALE + self.frozen
+
+
+FIRST_WRITES = {
+    "in place": lambda layer, std: layer.weight.div_(std[:, None]),
+    "data": lambda layer, std: layer.weight.data.copy_(std[:, None]),
+    "view": lambda layer, std: layer.weight[0].fill_(3.0),
+    "out": lambda layer, std: torch.add(layer.weight, 1.0, out=layer.weight),
+    "foreach": lambda layer, std: torch._foreach_mul_([layer.bias, layer.weight], 2.0),
+    "frozen": lambda layer, std: layer.frozen.add_(std),
+    "global": lambda layer, std: SCALE.mul_(std),
+}
+
+
+@pytest.mark.parametrize("write", FIRST_WRITES.values(), ids=FIRST_WRITES)
+def test_planning_leaves_parameters_alone_that_only_the_first_step_writes_to(write):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Initialised(write))
+    parameters = [*model.parameters(), SCALE]
+    before = [(p.detach().clone(), p.data_ptr(), p._version) for p in parameters]
+
+    traced = calibrate(profile(model, torch.randn(ROWS, WIDTH)), cache=False)
+
+    assert traced.step.learned.earlier == 1
+    for parameter, (data, address, version) in zip(parameters, before, strict=True):
+        assert torch.equal(parameter, data)
+        assert (parameter.data_ptr(), parameter._version) == (address, version)
+
+
+def test_a_first_step_that_fails_where_its_trace_does_not_is_said():
+    def refuse(layer, std):
+        if type(std) is torch.Tensor:
+            raise ValueError("no such table.")
+
+    traced = profile(Initialised(refuse), torch.randn(ROWS, WIDTH))
+
+    assert traced.step.learned.earlier == 1
+    with pytest.raises(TraceError, match="ValueError says no such table"):
+        first_departure(traced.step, traced.tape)
+
+
 def test_the_check_keeps_nothing_for_backward():
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
     traced = profile(model, torch.randn(2, WIDTH))
