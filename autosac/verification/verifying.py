@@ -18,6 +18,7 @@ from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedE
 from autosac.progress import progress_bar
 from autosac.pytrees import held_tensors, module_tensors
 from autosac.quantities import format_bytes, format_ms, is_whole, whole_number
+from autosac.step import copies_on_write
 from autosac.step.arguments import (
     check_loss_fn,
     check_maker,
@@ -38,7 +39,8 @@ from autosac.step.training_step import (
 from autosac.storages import storage_bytes
 from autosac.summaries import Summarized, Summary, Table
 from autosac.tracing.failures import quoted
-from autosac.tracing.own_state import own_generators_kept
+from autosac.tracing.learned import Learned
+from autosac.tracing.own_state import own_generators_kept, own_state_kept
 from autosac.verification.measuring import (
     State,
     capture_state,
@@ -157,8 +159,9 @@ def verify(
     """Train a model without and with the plan, and compare.
 
     The model is built anew for each run, from the same seed, and only one is alive
-    at a time. Random number generators of PyTorch, Python and NumPy are left as they
-    were found, and each run begins with those of the user's own where they are now.
+    at a time. Random number generators of PyTorch, Python and NumPy, and what the loss
+    and modules write to besides the model, such as the centre that a loss keeps, are
+    left as they were found: each run begins with what is there now.
 
     Args:
         plan: The plan to check.
@@ -419,20 +422,25 @@ class _Run:
             torch.cuda.synchronize(self.device)
 
 
-def _alone(run: Callable[[Recipe, AppliesToModel | None], _R]) -> Callable[..., _R]:
-    """A run that leaves the user's own generators as it found them, for the next."""
+def _alone(use: Callable[[_Run, AppliesToModel | None], _R]) -> Callable[..., _R]:
+    """A run that leaves all of the user's that it may change as found, for the next."""
 
     def kept(recipe: Recipe, plan: AppliesToModel | None) -> _R:
         makers = (recipe.make_model, recipe.make_inputs, recipe.make_optimizer)
         with own_generators_kept(*makers, recipe.loss_fn):
-            return run(recipe, plan)
+            run = _Run(recipe, plan)
+            kinds = set(map(type, run.model.modules()))  # they name globals
+            state = own_state_kept(recipe.loss_fn, *kinds, memo={}, learned=Learned())
+            with state:
+                copies_on_write.copy_all()  # no mode looks at the ops
+                return use(run, plan)
 
     return kept
 
 
 @_alone
-def _measure(recipe: Recipe, plan: AppliesToModel | None) -> tuple[_Measured, State]:
-    run = _Run(recipe, plan)
+def _measure(run: _Run, plan: AppliesToModel | None) -> tuple[_Measured, State]:
+    recipe = run.recipe
     warn_of_another_batch(plan, run.model, run.args, run.kwargs)
 
     def earlier_steps() -> None:
@@ -459,7 +467,6 @@ def _median_ms(measured: _Measured) -> float:
 
 
 @_alone
-def _time(recipe: Recipe, plan: AppliesToModel | None) -> float:
-    run = _Run(recipe, plan)
+def _time(run: _Run, plan: AppliesToModel | None) -> float:
     run.step()  # creates the optimizer state and warms caches
     return run.timed_step_ms()

@@ -299,3 +299,53 @@ def test_planning_leaves_what_a_step_writes_to_alone(by):
     autosac.plan(profile, memory_budget=profile.baseline_peak_bytes)
     assert kept.is_like_new()
     assert NUM_CALLS == 0
+
+
+class Centre(nn.Module):
+    """Keeps a running mean, one that it replaces and one that it writes to."""
+
+    def __init__(self, num_elements=WIDTH):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(num_elements))
+        self.total = torch.zeros(num_elements)
+
+    def forward(self, output):
+        away = output - self.mean[:WIDTH] - self.total[:WIDTH]
+        self.mean = self.mean * 0.9
+        self.mean[:WIDTH] += 0.1 * output.detach().mean(0)
+        self.total[:WIDTH] += 0.1 * output.detach().mean(0)
+        return away.square().mean()
+
+
+CENTRE = Centre()
+
+
+class Centred(nn.Sequential):
+    """Writes to a global name in forward."""
+
+    def forward(self, x):
+        output = super().forward(x)
+        return output * CENTRE(output)
+
+
+def centre_of_a_name(output):
+    return CENTRE(output)
+
+
+@pytest.mark.parametrize("by", ["loss", "large", "name", "forward"])
+def test_each_verified_training_begins_with_the_same_state_of_the_users(by):
+    def make_model():
+        kind = Centred if by == "forward" else nn.Sequential
+        return kind(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    own = Centre(LARGE if by == "large" else WIDTH)
+    losses = {"name": centre_of_a_name, "forward": mean_square}
+    loss_fn = losses.get(by, own)
+    plan = autosac.plan(make_model(), rows(), memory_budget="1GiB", loss_fn=loss_fn)
+
+    done = autosac.verify(plan, make_model, rows, loss_fn=loss_fn, timing_rounds=1)
+
+    assert not done.differences
+    for centre in (own, CENTRE):
+        assert not centre.mean.any()
+        assert not centre.total.any()
