@@ -320,6 +320,56 @@ def test_what_changed_before_a_departure_is_read_as_it_was(reads):
     assert_equal(train(case, plain), states)
 
 
+class Scaled(nn.Module):
+    """Scales its weights by what it computes with them in its first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.is_set_up = True
+
+    def forward(self, x):
+        if not self.is_set_up:
+            with torch.no_grad():
+                self.up.weight.data /= self.up(x).std(0)[:, None]
+            self.is_set_up = True
+        return self.down(torch.tanh(self.up(x)))
+
+
+def scaling():
+    """A model with such units, and its twin without a plan."""
+    case = Case(lambda: nn.Sequential(Scaled(), Scaled()), rows)
+    traced = shared_profile(case)
+    chosen = {u: random_policy(u, 0) for u in traced.units.candidates}
+    chosen = {u: p for u, p in chosen.items() if u.fqn in ("0", "1")}
+    model, plain = case.model(), case.model()
+    installing.install(model, spell_out(traced, chosen))
+    for twin in (plain, model):
+        for block in twin:
+            block.is_set_up = False
+    return case, plain, model
+
+
+def test_data_that_a_departed_unit_changes_is_as_without_a_plan():
+    case, plain, model = scaling()
+
+    with pytest.warns(UserWarning, match="ran aten"):
+        states = train(case, model, steps=2)
+
+    assert_equal(train(case, plain, steps=2), states)
+
+
+def test_a_weight_whose_data_a_departed_unit_changed_is_refused_if_it_changes():
+    case, _, model = scaling()
+    with pytest.warns(UserWarning, match="ran aten"):
+        loss = model(case.inputs()).sum()
+    with torch.no_grad():
+        model[1].up.weight.mul_(2.0)
+
+    with pytest.raises(RuntimeError, match="changed in place"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("branch", ["usual", "longer"])
 @seeds(4)
 def test_parameters_of_the_callers_are_those_of_the_rerun(branch, seed):

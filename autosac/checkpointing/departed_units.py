@@ -38,6 +38,7 @@ from autosac.checkpointing.tensor_parts import (
     key_of,
     layout_in,
     layout_of,
+    version_before,
     version_of,
 )
 from autosac.pytrees import mapped, tensors_in
@@ -288,10 +289,10 @@ class RerunMode(_compat.PlainDispatchMode):
         key, fqn = key_of(tensor), self.record.policy.fqn
         if (part := self.stale.get(key)) is not None:
             raise changed(tensor, part.version, fqn)
-        if version is not None and key not in self.own:
-            noted = self.versions.get(key)
-            if version != (version_of(tensor) if noted is None else noted[1]):
-                raise changed(tensor, version, fqn)
+        if version is None or key in self.own:
+            return
+        if version != version_before(tensor, self.versions.get(key)):
+            raise changed(tensor, version, fqn)
 
     def _run(self, call: Call, traits: Traits, args: Any, kwargs: Any) -> Any:
         """Run an op, on copies of what the forward pass has changed."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_fakes
+from autosac import _compat, _compat_dispatch, _compat_fakes
 
 Layout = tuple[Any, ...]
 
@@ -46,6 +46,24 @@ def version_of(tensor: torch.Tensor) -> int:
         return tensor._version
     except RuntimeError:  # made in inference mode, where nobody counts
         return 0
+
+
+def version_before(tensor: torch.Tensor, noted: tuple[torch.Tensor, int] | None) -> int:
+    """Version of a tensor before a rerun began to write to its storage.
+
+    Args:
+        tensor: A tensor, as it is now.
+        noted: What the rerun wrote to first, and its version before; None for nothing.
+    """
+    now = version_of(tensor)
+    if noted is None:
+        return now
+    other, before = noted
+    version = version_of(other)
+    _compat_dispatch.set_version(other, version + 1)
+    count_together = version_of(tensor) != now  # not so with `.data`
+    _compat_dispatch.set_version(other, version)
+    return before if count_together else now
 
 
 def alias_of(whole: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -21,6 +21,8 @@ from autosac.units.unit import Unit
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
+_FIRST = "The first step of the plan"
+_ONCE = "run the model once before you plan and train"
 
 
 def wants_dry_run(profile: TracedStep, chosen: Choice) -> bool:
@@ -79,14 +81,14 @@ def _more_in_first_step(profile: Profile, chosen: Choice, policies: Any) -> str:
                 step, lambda model: installing.install(model, policies), optimizes=False
             )
         except TraceError as error:  # such as what changed that a unit has read
-            return f"The first step of the plan fails: {error}"
+            return f"{_FIRST} fails, so {_ONCE}: {error}"
     first_bytes, _ = _before_optimizer(Simulator(dry), {})
     peak_bytes = profile.simulator.peak_bytes(chosen)
     if first_bytes <= peak_bytes:
         return ""
     return (
-        f"The first step of the plan peaks at {first_bytes} bytes, and its simulation"
-        f" at {peak_bytes}: run the model once before you plan and train."
+        f"{_FIRST} peaks at {first_bytes} bytes, and its simulation at {peak_bytes}:"
+        f" {_ONCE}."
     )
 
 
@@ -132,15 +134,16 @@ def leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
     if not fqns:
         raise SolverError(difference)
     more = f" and {len(fqns) - 1} more" if fqns[1:] else ""
-    cannot = f"`{fqns[0]}`{more} cannot be an AC unit: rerun, it takes"
+    cannot = f"`{fqns[0]}`{more} cannot be an AC unit"
     if not fqns[0]:
-        cannot = "The saved tensors of the model cannot come back one by one: it takes"
+        cannot = "The saved tensors of the model cannot come back one by one"
+    why = "rerun, it takes other memory than its trace shows"
+    if difference.startswith(_FIRST):
+        why = f"{difference[0].lower()}{difference[1:].rstrip('.')}"
     warnings.warn(
-        f"{cannot} other memory than its trace shows. It is left out, and the rest is"
-        " planned.",
-        stacklevel=4,
+        f"{cannot}: {why}. It is left out, and the rest is planned.", stacklevel=4
     )
-    profile.leave_out(fqns, "rerun, it takes other memory than its trace shows")
+    profile.leave_out(fqns, why)
 
 
 def _kind(unit: Unit) -> Hashable:

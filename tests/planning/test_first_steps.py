@@ -164,6 +164,41 @@ def test_a_model_that_was_called_before_has_no_such_step():
     assert profile.baseline_peak_bytes < ROWS * ROWS * WIDTH * 4
 
 
+class Scaled(nn.Sequential):
+    """Scales its weight by what it computes with it in its first step."""
+
+    def __init__(self):
+        super().__init__(*block())
+        self.register_buffer("is_set_up", torch.zeros((), dtype=torch.bool))
+
+    def forward(self, x):
+        if not self.is_set_up:
+            with torch.no_grad():
+                self[0].weight.data /= self[0](x).std(0)[:, None]
+            self.is_set_up.fill_(True)
+        return super().forward(x)
+
+
+def scaled(*, is_set_up=False):
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), Scaled())
+    if is_set_up:
+        with torch.no_grad():
+            model(inputs())
+    return model
+
+
+def test_units_whose_first_step_takes_more_are_named_with_what_to_do():
+    first = autosac.profile(scaled(), inputs(), loss_fn=mean_square)
+    later = autosac.profile(scaled(is_set_up=True), inputs(), loss_fn=mean_square)
+
+    with pytest.warns(UserWarning, match=r"first step .* run the model once before"):
+        least = autosac.floor(first)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert autosac.floor(later) < least
+
+
 @dataclass(frozen=True)
 class NoPlan:
     budget_bytes: int
