@@ -21,7 +21,7 @@ from autosac.units.unit import Unit
 
 _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is believed
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
-_FIRST = "The first step of the plan"
+_STEP = "Step "
 _ONCE = "run the model once before you plan and train"
 
 
@@ -57,7 +57,7 @@ def difference_in_dry_run(profile: Profile, chosen: Choice) -> str:
         )
         observed = _before_optimizer(Simulator(dry), {})
         if observed == expected:
-            return _more_in_first_step(profile, chosen, policies)
+            return _more_in_others(profile, chosen, policies)
     return (
         f"The dry run of the plan peaks at {observed[0]} bytes and leaves {observed[1]}"
         f" to the optimizer, its simulation at {expected[0]} and {expected[1]}."
@@ -65,31 +65,36 @@ def difference_in_dry_run(profile: Profile, chosen: Choice) -> str:
     )
 
 
-def _more_in_first_step(profile: Profile, chosen: Choice, policies: Any) -> str:
-    """What the first step takes besides, if it is not the one that is planned.
+def _more_in_others(profile: Profile, chosen: Choice, policies: Any) -> str:
+    """What steps take besides that the planned one covers, such as the first.
 
-    Units that do something else in it run again as a whole.
+    Units that do something else in one run again as a whole.
     """
-    step = profile.step
-    if not step.learned.earlier or not chosen:
+    learned = profile.step.learned
+    if not learned.earlier or not chosen:
         return ""
-    step = replace(step, learned=replace(step.learned, earlier=0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each unit that departs says so
-        try:
-            dry = dry_run(
-                step, lambda model: installing.install(model, policies), optimizes=False
-            )
-        except TraceError as error:  # such as what changed that a unit has read
-            return f"{_FIRST} fails, so {_ONCE}: {error}"
-    first_bytes, _ = _before_optimizer(Simulator(dry), {})
     peak_bytes = profile.simulator.peak_bytes(chosen)
-    if first_bytes <= peak_bytes:
-        return ""
-    return (
-        f"{_FIRST} peaks at {first_bytes} bytes, and its simulation at {peak_bytes}:"
-        f" {_ONCE}."
-    )
+    for number in learned.covered:
+        step = replace(profile.step, learned=replace(learned, earlier=number))
+        which = f"{_STEP}{number + 1} of the plan"
+        advice = "" if number else f": {_ONCE}"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # each unit that departs says so
+            try:
+                dry = dry_run(
+                    step,
+                    lambda model: installing.install(model, policies),
+                    optimizes=False,
+                )
+            except TraceError as error:  # such as what changed that a unit has read
+                return f"{which} fails{advice}: {error}"
+        own_bytes, _ = _before_optimizer(Simulator(dry), {})
+        if own_bytes > peak_bytes:
+            return (
+                f"{which} peaks at {own_bytes} bytes, and its simulation at"
+                f" {peak_bytes}{advice}."
+            )
+    return ""
 
 
 def _late_bytes(tape: Tape) -> int:
@@ -138,7 +143,7 @@ def leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
     if not fqns[0]:
         cannot = "The saved tensors of the model cannot come back one by one"
     why = "rerun, it takes other memory than its trace shows"
-    if difference.startswith(_FIRST):
+    if difference.startswith(_STEP):
         why = f"{difference[0].lower()}{difference[1:].rstrip('.')}"
     warnings.warn(
         f"{cannot}: {why}. It is left out, and the rest is planned.", stacklevel=4

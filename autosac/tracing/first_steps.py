@@ -46,15 +46,23 @@ def covering(planned: Tape, *earlier: Tape) -> Tape:
 
 
 def warn_of_first_step(tape: Tape) -> None:
-    """Warn if an earlier step takes a higher peak than the one that is planned."""
+    """Warn if another step takes a higher peak than the one that is planned."""
     peaks = [_timeline(earlier).peak_bytes for earlier in tape.earlier_tapes]
     peak_bytes = _timeline(tape).peak_bytes
     more_bytes = max(peaks, default=0) - peak_bytes
-    if more_bytes > _LITTLE * peak_bytes:
+    if more_bytes <= _LITTLE * peak_bytes:
+        return
+    more = f"{format_bytes(more_bytes)} more"
+    if max(peaks) > peaks[0]:
         warn(
-            f"The first step takes {format_bytes(more_bytes)} more than later ones, as"
-            " it does what they do not, and plans count that. Run the model once before"
-            " you plan and train, and they need not."
+            f"Some step takes {more} than the one that is planned, which allocates"
+            " most; plans count that."
+        )
+    else:
+        warn(
+            f"The first step takes {more} than later ones, as it does what they do not,"
+            " and plans count that. Run the model once before you plan and train, and"
+            " they need not."
         )
 
 

@@ -18,6 +18,7 @@ from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
 
 MOST_EARLIER = 16  # steps before the one that is traced: a heuristic
+_MOST_COVERED = 2  # kinds of steps beside the planned and the first one: a heuristic
 _NOT_READ = "num_batches_tracked"  # of batch norms, but for the weight of an average
 
 
@@ -65,24 +66,29 @@ def changed_number(before: Numbers, after: Numbers) -> str | None:
     return None
 
 
-def num_until_alike(made_bytes: Sequence[Sequence[int]], counts: str) -> int:
-    """Steps after which all allocate the same.
+def dearest(
+    made_bytes: Sequence[Sequence[int]], begin: int, counts: str | None
+) -> list[int]:
+    """Steps that differ, those that allocate most first, as steps that come before.
 
-    If none do, that is said, and it is those before the step that allocates most.
+    The first of them is the one to plan, behind those in which queues fill. The very
+    first step is none of them. If the last of all differ, that is said.
 
     Args:
         made_bytes: Sizes of all that each step allocates.
-        counts: The number by which they may differ.
+        begin: Steps before those to choose from.
+        counts: The number by which they may differ, if there is one.
     """
-    number = last = len(made_bytes) - 1
-    while number > 1 and made_bytes[number - 1] == made_bytes[last]:
-        number -= 1
-    if number < last:
-        return number
-    warn(
-        f"`{counts}` changes with every step, and so does what a step allocates, beyond"
-        f" the first {len(made_bytes)}: later ones may take more than planned. Plan"
-        " with modules as they are late in the training."
-    )
-    most = max(range(1, len(made_bytes)), key=lambda step: sum(made_bytes[step]))
-    return most if sum(made_bytes[most]) > sum(made_bytes[last]) else len(made_bytes)
+    sums = [sum(sizes) for sizes in made_bytes]
+    number = max(range(begin, len(sums)), key=sums.__getitem__, default=begin)
+    if counts and made_bytes[-2] != made_bytes[-1]:
+        warn(
+            f"`{counts}` changes with every step, and so does what a step allocates,"
+            f" beyond the first {len(sums)}: later ones may take more than planned."
+            " Plan with modules as they are late in the training."
+        )
+    kinds = {tuple(made_bytes[n]): n for n in reversed(range(1, len(sums)))}
+    planned = made_bytes[number] if number < len(sums) else ()
+    kinds.pop(tuple(planned), None)
+    others = sorted(kinds.values(), key=sums.__getitem__, reverse=True)
+    return [number, *others[:_MOST_COVERED]]

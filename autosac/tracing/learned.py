@@ -34,8 +34,10 @@ class Learned:
         real: It must run on real tensors, as its values decide what it does; or why
             fakes cannot do it.
         earlier: Steps that come before it and make what modules keep for later ones.
+        covered: Other steps whose memory its tape has as well, as how many come before.
         kept_bytes: What modules keep after each of these, and after the step.
         made_bytes: Sizes of all that each of these allocated.
+        trained: Parameters, by their places, of which these made gradients.
         counts: An attribute of a module that each step changes, such as a count of
             steps, by which what it does may depend on how many there were; or None.
         beside: Which tensors that it trains are none of the model's parameters.
@@ -56,8 +58,10 @@ class Learned:
     overwritten: set[tuple[str, str]] = field(default_factory=set)
     real: bool = False
     earlier: int = 0
+    covered: tuple[int, ...] = (0,)
     kept_bytes: list[int] = field(default_factory=list)
     made_bytes: list[list[int]] = field(default_factory=list)
+    trained: set[int] = field(default_factory=set)
     counts: str | None = None
     beside: tuple[int, ...] = ()
     seed: int = 0

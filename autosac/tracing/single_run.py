@@ -52,7 +52,7 @@ from autosac.tracing.first_steps import covering
 from autosac.tracing.later_steps import (
     MOST_EARLIER,
     changed_number,
-    num_until_alike,
+    dearest,
     num_until_full,
     numbers_of,
 )
@@ -71,7 +71,6 @@ from autosac.tracing.steady_state import (
 from autosac.tracing.step import Step
 
 _MUCH_BYTES = 2**26
-_FEW_EARLIER = 3  # steps before the one that is traced, of modules that count them
 _LITTLE_BYTES = 512  # what modules keep, and nobody traces another step for
 
 
@@ -138,39 +137,45 @@ def _later(
 
     A model may make a table of positions in its first step only. And a second step may
     begin with more, such as the weight that `torch.nn.utils.spectral_norm` computed: it
-    is alive until it is replaced. What earlier ones take besides, it has as well.
+    is alive until it is replaced. If steps go on to differ, the one is planned that
+    takes most. What others take besides, it has as well.
     """
     learned, is_real = step.learned, step.learned.real
     begun_bytes = storage_bytes(module_tensors(step.model))
-    learned.earlier = 1
+
+    def behind(number: int) -> Tape:
+        learned.earlier = number
+        return _run_on(mode, step, *args, **how)[0]
+
     try:
-        later, _ = _run_on(mode, step, *args, **how)
-        kept_bytes = learned.kept_bytes
-        if kept_bytes[0] < kept_bytes[1]:  # as a queue that fills
-            learned.earlier = MOST_EARLIER
-            full, _ = _run_on(mode, step, *args, **how)
-            learned.earlier = num_until_full(learned.kept_bytes)
-            return covering(full, tape, later) if learned.earlier else tape
-        counts = learned.counts  # what that run says of later steps is another matter
-        if counts:
-            learned.earlier = _FEW_EARLIER
-            second, (later, _) = later, _run_on(mode, step, *args, **how)
-            *_, before, last = learned.made_bytes
-            if before != last or _sizes(later) != _sizes(tape):
-                learned.earlier = MOST_EARLIER
-                later, _ = _run_on(mode, step, *args, **how)
-                learned.earlier = num_until_alike(learned.made_bytes, counts)
-                if learned.earlier < MOST_EARLIER:
-                    later, _ = _run_on(mode, step, *args, **how)
-                return covering(later, tape, second)
+        tapes = {0: tape, 1: behind(1)}
+        counts = learned.counts  # what other runs say of later steps is another matter
+        kept_bytes = [*learned.kept_bytes]
+        grows = kept_bytes[0] < kept_bytes[1]  # as a queue that fills
+        if grows or counts:
+            behind(MOST_EARLIER)
+            until = num_until_full(learned.kept_bytes) if grows else 1
+            if until == 0:
+                learned.earlier = 0
+                return tape
+            made_bytes = [*learned.made_bytes]
+            number, *others = dearest(made_bytes, until, counts)
+            if others:
+                numbers = [*others, number]  # the planned one last: it stays learned
+                tapes |= {n: behind(n) for n in numbers if n not in tapes}
+                learned.earlier, learned.covered = number, (0, *others)
+                return covering(tapes[number], *(tapes[n] for n in learned.covered))
     except (Retrace, TraceError) as error:
         learned.earlier = 0
         if isinstance(error, Retrace) and learned.real == is_real:
             raise  # all is to run in the other way
         learned.real = is_real  # a second step may need what the first has lost
         return tape
+    later = tapes[1]
+    differs = _names(later) != _names(tape)
+    differs |= counts is not None and _sizes(later) != _sizes(tape)
     begins_with_more = kept_bytes[0] - begun_bytes > _LITTLE_BYTES
-    learned.earlier = int(begins_with_more or _names(later) != _names(tape))
+    learned.earlier = int(begins_with_more or differs)
     return covering(later, tape) if learned.earlier else tape
 
 
@@ -287,6 +292,9 @@ def _take_earlier_steps(
         num_made = len(recorder.nbytes)
         with _recorded(recorder, mode):
             _one_micro_step(recorder, step, model, args, kwargs)
+        for index, parameter in enumerate(model.parameters()):
+            if parameter.grad is not None:
+                learned.trained.add(index)
         if not finds:
             model.zero_grad(set_to_none=True)
         for tensor in held_tensors((args, kwargs)):

@@ -7,7 +7,8 @@ made by the step that is traced.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -285,12 +286,31 @@ def enter_steady_state(
     watch(recorder, optimizer)
     recorder.phase = "optimizer"
     recorder.muted = True
-    if _keeps_state_only(optimizer):
-        _make_state(EqualStates(recorder.repeated.mode), optimizer)
-    else:
-        settle(recorder, optimizer, optimizer.step)
+    with _gradients_of_earlier_steps(recorder, model):
+        if _keeps_state_only(optimizer):
+            _make_state(EqualStates(recorder.repeated.mode), optimizer)
+        else:
+            settle(recorder, optimizer, optimizer.step)
     recorder.muted = False
     _register_state(recorder, optimizer)
+
+
+@contextmanager
+def _gradients_of_earlier_steps(
+    recorder: Recorder, model: torch.nn.Module
+) -> Iterator[None]:
+    """Let an optimizer keep state of what other steps than the traced one train."""
+    trained = recorder.learned.trained
+    missing = [
+        parameter
+        for index, parameter in enumerate(model.parameters())
+        if index in trained and parameter.grad is None
+    ]
+    for parameter in missing:
+        parameter.grad = torch.zeros_like(parameter)
+    yield
+    for parameter in missing:
+        parameter.grad = None
 
 
 def _make_state(equal_states: EqualStates, optimizer: torch.optim.Optimizer) -> None:

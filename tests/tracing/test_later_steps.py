@@ -9,6 +9,7 @@ from torch import nn
 
 import autosac
 from autosac.step.training_step import training_step
+from autosac.tracing.later_steps import dearest
 from tests.models import Case
 from tests.training import assert_equal, peaks_of_training, train
 
@@ -53,6 +54,33 @@ class Alternates(Begins):
         return self.num_steps % 2 == 0
 
 
+class Rarely(nn.Module):
+    """The same block once more in every so many steps, or in the first few ones."""
+
+    def __init__(self, is_due):
+        super().__init__()
+        self.num_steps, self.is_due = 0, is_due
+        self.block = block()
+
+    def forward(self, x):
+        self.num_steps += 1
+        x = x + self.block(x)
+        return x + self.block(x) if self.is_due(self.num_steps) else x
+
+
+class Penalizes(Rarely):
+    """Its penalty of a gradient makes more than a step without it."""
+
+    def forward(self, x):
+        self.num_steps += 1
+        if not self.is_due(self.num_steps):
+            return self.block(x)
+        x = x.detach().requires_grad_()
+        y = self.block(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + gradient.square().sum()
+
+
 class QueueLoss(nn.Module):
     """Compares with embeddings of earlier batches, in memory that is there already."""
 
@@ -93,7 +121,7 @@ def planned(make_model, loss_fn, share=0.0):
     return autosac.plan(profile, memory_budget=least + int(share * (most - least)))
 
 
-def highest_peak(plan, make_model, make_loss):
+def highest_peak(plan, make_model, make_loss, num_steps=STEPS):
     def make_step():
         model, loss_fn = make_model(), make_loss()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -108,7 +136,7 @@ def highest_peak(plan, make_model, make_loss):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of units that depart early on
-        return max(peaks_of_training(make_step, STEPS))
+        return max(peaks_of_training(make_step, num_steps))
 
 
 @pytest.mark.slow
@@ -125,6 +153,41 @@ def test_a_model_that_does_more_in_some_step_is_planned_as_it_is_then(middle):
     peak = highest_peak(plan, lambda: model_of(middle), lambda: mean_square)
     assert plan.peak_bytes == pytest.approx(peak, rel=0.002, abs=64)
     assert peak <= plan.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_due"),
+    [
+        (Penalizes, lambda number: number % 2 == 0),
+        (Rarely, lambda number: number % 16 == 0),
+        (Rarely, lambda number: number in (2, 3)),
+    ],
+    ids=["penalty in every other", "every 16th", "second and third"],
+)
+def test_steps_that_take_more_now_and_then_are_covered(kind, is_due):
+    def make_model():
+        torch.manual_seed(0)
+        return nn.Sequential(block(), kind(is_due), block())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such as of steps beyond the first 16
+        plan = planned(make_model, mean_square, share=0.3)
+
+    peak = highest_peak(plan, make_model, lambda: mean_square, 2 * STEPS)
+    assert peak <= plan.budget_bytes
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.002, abs=64)
+
+
+def test_the_dearest_step_is_planned_and_other_kinds_are_told():
+    cheap, dear, dearer = (1,), (2, 2), (9,)
+    every_third = [dear, cheap, cheap, dearer] + 4 * [cheap, cheap, dearer]
+    growing = [(n,) for n in range(16)]
+
+    assert dearest(every_third, 1, None) == [3, 1]
+    assert dearest([dear, *15 * [cheap]], 1, "count") == [1]
+    assert dearest(growing, 4, None) == [15, 14, 13]
+    with pytest.warns(UserWarning, match="`count` changes with every step"):
+        dearest(growing, 1, "count")
 
 
 @pytest.mark.slow
