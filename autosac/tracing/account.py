@@ -55,6 +55,13 @@ class Account:
             if self._counts(tensor):
                 self._index(tensor, 0, category)
 
+    def register_left(self, before: Account, addresses: Iterable[int]) -> None:
+        """Count what earlier steps have left to anybody, such as a queue of a loss."""
+        for address in addresses:
+            storage = before.watchers[address]()
+            if storage is not None:
+                self._index_of(storage, 0, "buffer")
+
     def register_copies(
         self,
         originals: Iterable[torch.Tensor],

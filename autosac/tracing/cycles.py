@@ -23,13 +23,7 @@ def warn_of_cycles(recorder: Recorder, tape: Tape, left: set[int]) -> None:
         left: Addresses of storages that are alive.
     """
     indices = {address: recorder.ids[address] for address in left}
-    num_passes = 0
-    for _ in range(_MOST_PASSES):
-        before = len(recorder.ids)
-        gc.collect()
-        if len(recorder.ids) == before:
-            break
-        num_passes += 1
+    num_passes = collect_cycles(recorder)
     freed = sorted(i for i in indices.values() if recorder.died[i] is not None)
     num_bytes = sum(recorder.nbytes[index] for index in freed)
     plain = Ledger(born=tape.born, died=tape.freed, nbytes=tape.nbytes)
@@ -54,3 +48,13 @@ def warn_of_cycles(recorder: Recorder, tape: Tape, left: set[int]) -> None:
         f" these in `backward`; where that is not it, call `gc.collect()`{times} after"
         " each step."
     )
+
+
+def collect_cycles(recorder: Recorder) -> int:
+    """Free what only a collector frees of a step; the passes that it took."""
+    for num_passes in range(_MOST_PASSES):
+        before = len(recorder.ids)
+        gc.collect()
+        if len(recorder.ids) == before:
+            return num_passes
+    return _MOST_PASSES

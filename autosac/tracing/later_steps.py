@@ -29,8 +29,8 @@ def num_until_full(kept_bytes: Sequence[int]) -> int:
             return number
     more = format_bytes(kept_bytes[-1] - kept_bytes[-2])
     warn(
-        f"Modules keep {more} more with every step, which is on top of the peak of"
-        " later ones: empty what collects tensors in modules after each step."
+        f"Modules or the loss keep {more} more with every step, which is on top of the"
+        " peak of later ones: empty what collects tensors after each step."
     )
     return 0
 

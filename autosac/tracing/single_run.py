@@ -10,7 +10,7 @@ second; that is what makes simulating a plan on the tape exact.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ from autosac import (
     _compat_fakes,
     _compat_plain,
 )
+from autosac._compat_distributed import local
 from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
@@ -46,7 +47,7 @@ from autosac.tracing.beside import keep_gradients, learn_gradients
 from autosac.tracing.collecting import no_collections
 from autosac.tracing.conversions import idle_conversions
 from autosac.tracing.copying import copied
-from autosac.tracing.cycles import warn_of_cycles
+from autosac.tracing.cycles import collect_cycles, warn_of_cycles
 from autosac.tracing.failures import explanation, too_large
 from autosac.tracing.first_steps import covering
 from autosac.tracing.later_steps import (
@@ -227,9 +228,11 @@ def _run_on(
         try:
             held = Copied(model)
             _take_earlier_steps(recorder, mode, step, model, args, kwargs)
+            before = recorder
             prepare(model)
             recorder = new_recorder(only_storages=only_storages)
             register_outer(recorder, step, model, optimizer, (args, kwargs), held)
+            recorder.register_left(before, before.left_alive(model))
             recorder.numbers.begin(step.optimizer, optimizer)
             leaves = keep_gradients(recorder, model, step.learned)
             numbers = numbers_of(modules)
@@ -264,12 +267,12 @@ def _run_on(
             failure = explanation(error, recorder.place(), step.compute_dtype)
             raise TraceError(failure, fqn=recorder.fqn) from error
         tape = replace(recorder.tape(), parameters=parameters)
-        if step.learned.earlier:
-            step.learned.kept_bytes.append(storage_bytes(module_tensors(model)))
         left = recorder.left_alive(model)
         if left and not only_storages:
             warn_of_cycles(recorder, tape, left)
             left = recorder.left_alive(model)
+        if step.learned.earlier:
+            step.learned.kept_bytes.append(_kept_bytes(step, model, before, recorder))
         return tape, left
 
 
@@ -299,8 +302,35 @@ def _take_earlier_steps(
             model.zero_grad(set_to_none=True)
         for tensor in held_tensors((args, kwargs)):
             tensor.grad = None  # each micro-step gets others
-        learned.kept_bytes.append(storage_bytes(module_tensors(model)))
+        learned.kept_bytes.append(_kept_bytes(step, model, recorder))
         learned.made_bytes.append(recorder.nbytes[num_made:])
+
+
+def _kept_bytes(step: Step, model: torch.nn.Module, *recorders: Recorder) -> int:
+    """Bytes that modules hold, and what else steps have left to others, as to a loss.
+
+    Nothing of reference cycles, which are collected if there is more than before.
+    """
+    module_bytes = storage_bytes(module_tensors(model))
+    left_bytes = _left_bytes(model, recorders)
+    before_bytes = step.learned.kept_bytes[-1:] or [module_bytes]
+    if left_bytes and module_bytes + left_bytes > before_bytes[0]:
+        for recorder in recorders:
+            collect_cycles(recorder)
+        left_bytes = _left_bytes(model, recorders)
+    return module_bytes + left_bytes
+
+
+def _left_bytes(model: torch.nn.Module, recorders: Sequence[Recorder]) -> int:
+    """Bytes of what no module holds, but for small tensors, such as losses to print."""
+    held = (local(tensor) for tensor in module_tensors(model))
+    known = {t.untyped_storage()._cdata for t in held if t.layout is torch.strided}
+    sizes = (
+        recorder.nbytes[recorder.ids[address]]
+        for recorder in recorders
+        for address in recorder.left_alive(model) - known
+    )
+    return sum(nbytes for nbytes in sizes if nbytes > _LITTLE_BYTES)
 
 
 def _one_micro_step(

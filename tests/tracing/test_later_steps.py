@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections import deque
 
 import pytest
 import torch
@@ -97,6 +98,17 @@ class QueueLoss(nn.Module):
             self.memory[self.num_filled : stop] = output.detach()
             self.num_filled = stop
         return loss
+
+
+class KeepsLatest:
+    """A loss that is no module, over the latest batches in a queue that it holds."""
+
+    def __init__(self):
+        self.latest = deque(maxlen=3)
+
+    def __call__(self, output):
+        self.latest.append(output.detach())
+        return (output @ torch.cat([*self.latest]).T).logsumexp(1).mean()
 
 
 def mean_square(output):
@@ -197,6 +209,15 @@ def test_a_loss_over_a_queue_that_fills_is_planned_as_it_is_when_full():
 
     assert loss.num_filled == 0
     peak = highest_peak(plan, lambda: model_of(nn.Identity), QueueLoss)
+    assert plan.peak_bytes == pytest.approx(peak, rel=0.002, abs=64)
+
+
+def test_a_loss_that_is_no_module_is_followed_until_its_queue_is_full():
+    loss = KeepsLatest()
+    plan = planned(lambda: model_of(nn.Identity), loss)
+
+    assert not loss.latest
+    peak = highest_peak(plan, lambda: model_of(nn.Identity), KeepsLatest)
     assert plan.peak_bytes == pytest.approx(peak, rel=0.002, abs=64)
 
 
