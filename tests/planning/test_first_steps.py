@@ -192,7 +192,7 @@ def test_units_whose_first_step_takes_more_are_named_with_what_to_do():
     first = autosac.profile(scaled(), inputs(), loss_fn=mean_square)
     later = autosac.profile(scaled(is_set_up=True), inputs(), loss_fn=mean_square)
 
-    with pytest.warns(UserWarning, match=r"first step .* run the model once before"):
+    with pytest.warns(UserWarning, match=r"step 1 .* run the model once before"):
         least = autosac.floor(first)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
