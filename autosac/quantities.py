@@ -74,13 +74,13 @@ def _parse_text(text: str, total_bytes: int | None, name: str) -> int:
         is_binary = match[4] or match[3]
         base = 1024 if is_binary else 1000
         return int(amount * base ** _POWERS[unit.lower()])
-    if amount > 100:
-        raise ArgumentError(f"`{name}`={text!r} must be at most '100%'.")
     if total_bytes is None:
         raise ArgumentError(
             f"`{name}`={text!r} is a share, and here it is of nothing that is known:"
             " give bytes, or text such as '24GiB', '24GB' or '512MiB'."
         )
+    if amount > 100:
+        raise ArgumentError(f"`{name}`={text!r} must be at most '100%'.")
     return int(amount * total_bytes / 100)
 
 

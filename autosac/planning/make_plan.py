@@ -60,6 +60,9 @@ def floor(
 ) -> int:
     """Least feasible budget of a profile in bytes.
 
+    On the CPU kernels' workspaces are known once `calibrate` has measured them: the
+    floor may rise by them then, and with that of `plan(model, ...)`, which does.
+
     Args:
         profile: The profile.
         cap: What the budget caps on a GPU, as in `plan`; None for what the budgets of

@@ -12,9 +12,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from autosac import calibrate, floor, plan, profile
+from autosac.checkpointing import held_memory
 from autosac.errors import ArgumentError
 from autosac.step.random_streams import seed_streams
 from autosac.storages import storage_bytes
+from autosac.verification import verifying
 from autosac.verification.verifying import Verification, verify
 
 WIDTH, BATCH = 32, 128
@@ -222,6 +224,31 @@ def test_no_step_is_timed_if_none_is_asked_for():
 
     assert math.isnan(found.step_ms) and math.isnan(found.baseline_step_ms)
     assert found.identical and "step   " not in str(found)
+
+
+class Counted(torch.nn.Sequential):
+    num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        return super().forward(x)
+
+
+def test_the_timed_step_comes_behind_those_in_which_plans_learn(monkeypatch):
+    before = []
+
+    def timed(run):
+        before.append(run.model.num_calls)
+        return 1.0
+
+    monkeypatch.setattr(verifying._Run, "timed_step_ms", timed)
+    verify(
+        *(Checkpointed(), lambda: Counted(Block(), Block()), make_inputs),
+        steps=1,
+        timing_rounds=2,
+    )
+
+    assert len(before) == 4 and min(before) >= held_memory._MOST_STEPS
 
 
 @pytest.mark.parametrize(("option", "least"), [("steps", 1), ("timing_rounds", 0)])
