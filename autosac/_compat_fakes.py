@@ -8,9 +8,12 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from autosac._compat import (
     is_foreign,
+    is_random,
+    is_view,
     no_dispatch,
     no_modes,
     pick_arguments,
@@ -172,6 +175,44 @@ def by_meta_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if isinstance(out, torch.Tensor):
         return as_fake(mode, out, device)
     return type(out)(None if t is None else as_fake(mode, t, device) for t in out)
+
+
+@cache
+def _composite_key(func: Any) -> Any:
+    """Key of the C++ kernel that writes to a copy, or to new memory; None if none does.
+
+    Such are functional forms of writes (`copy`, `slice_scatter`), and random ops.
+    """
+    if getattr(func, "namespace", None) != "aten" or is_view(func):
+        return None
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    if has_kernel(func.name(), "CPU"):
+        return None
+    key = "CompositeExplicitAutograd" + ("" if is_random(func) else "NonFunctional")
+    if not has_kernel(func.name(), key):
+        return None
+    return getattr(torch._C.DispatchKey, key)
+
+
+def reads_memory_around(func: Any) -> bool:
+    """Whether the memory around an argument may decide the size of an op's result."""
+    return _composite_key(func) is not None
+
+
+def by_composite_kernel(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Results of an op on fakes by what its C++ kernel runs; None if it has none such.
+
+    PyTorch's fakes may remember the layout alone, not how large the memory around it is
+    (`_DispatchCacheEntry` in torch/_subclasses/fake_tensor.py), and kernels for meta
+    tensors know of the layout alone.
+    """
+    if (key := _composite_key(func)) is None:
+        return None
+    # As the dispatcher does before it comes to such kernels.
+    plain = tree_map_only(
+        torch.Tensor, lambda t: t.resolve_conj().resolve_neg(), (args, kwargs)
+    )
+    return func._op_dk(key, *plain[0], **plain[1])
 
 
 def runs_on_real_copies(func: Any) -> bool:

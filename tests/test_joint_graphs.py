@@ -70,6 +70,34 @@ def test_simulated_peak_equals_the_measured_one(step):
     assert graph.memory.peak_bytes() == measured
 
 
+class Slices(nn.Module):
+    """Writes to a part of a larger tensor; its gradient does so in backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.filter = nn.Parameter(torch.randn(4096))
+
+    def forward(self, x):
+        rows = x.new_zeros(512, 64)
+        rows[: len(x)] = x
+        waves = torch.view_as_real(torch.fft.rfft(self.filter.sin()))
+        return self.linear(rows.mean(0)).square().mean() + waves.square().mean()
+
+
+def test_a_write_to_a_slice_counts_the_memory_around_it():
+    torch.manual_seed(0)
+    graph = joint_graph(Slices(), torch.randn(8, 64), loss_fn=lambda loss: loss)
+    _, measured = measure_peak(
+        graph.run,
+        device="cpu",
+        persistent_bytes=graph.persistent_bytes,
+        warm_up=graph.run,
+    )
+
+    assert graph.memory.peak_bytes() == measured
+
+
 def test_gradients_equal_those_of_autograd(step):
     model, inputs, loss_fn, graph = step
     random = any(isinstance(m, nn.Dropout) for m in model.modules())

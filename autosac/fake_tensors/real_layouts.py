@@ -40,12 +40,17 @@ _LOSS_BACKWARDS = {
 
 
 def of_own_kernel(func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
-    """Fake results of an op that has no fake kernel, or one that refuses too much.
+    """Fake results of an op whose fake kernel refuses too much, or says the wrong size.
+
+    Functional forms of writes copy all memory around a view of it (`copy`,
+    `slice_scatter`; `clone_preserve_strides` in aten/src/ATen/native/TensorFactories).
 
     None for other ops, and where the results depend on values that are not known.
     """
     kernel = _OWN_KERNELS.get(str(func))
-    return None if kernel is None else kernel(*args, **kwargs)
+    if kernel is None:
+        return _compat_fakes.by_composite_kernel(func, args, kwargs)
+    return kernel(*args, **kwargs)
 
 
 def _ctc_loss(

@@ -268,6 +268,7 @@ class RepeatedCalls:
                 is_ours
                 and func is not _aten.lift_fresh.default  # of a number, see `Recorder`
                 and _NOT_BY_LAYOUT.isdisjoint(func.tags)
+                and not _compat_fakes.reads_memory_around(func)
             )
             entry = self._repeatable[id(func)] = (func, is_repeatable)
         return entry[1]

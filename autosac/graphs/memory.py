@@ -223,9 +223,11 @@ class _FakeRun(fx.Interpreter):
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         """Run an op, with the memory that its CPU kernel gives its results."""
-        out = super().call_function(target, args, kwargs)
         if not _compat_graphs.is_op(target):
-            return out
+            return super().call_function(target, args, kwargs)
+        out = real_layouts.of_own_kernel(target, args, kwargs)
+        if out is None:
+            out = super().call_function(target, args, kwargs)
         out = real_layouts.on_cpu(target, args, out)
         written = _compat.written_arguments(target, args, kwargs)
         self._costs = {"call": (target, args, kwargs), "is_written": bool(written)}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from autosac import _compat
 from autosac.fake_tensors import real_layouts
@@ -77,3 +78,69 @@ def test_a_fake_result_has_the_types_and_bytes_of_a_real_one(func, arguments):
         fake = real_layouts.on_cpu(func, args, func(*args))
 
     assert layouts(fake) == layouts(real)
+
+
+I, J = torch.tensor([0, 2]), torch.zeros(2, 3, dtype=torch.long)
+MASK, PART = torch.ones(4, 3, dtype=torch.bool), torch.ones(2, 3)
+WRITES = {
+    aten.copy.default: (torch.ones(4, 3),),
+    aten.slice_scatter.default: (PART, 0, 0, 2),
+    aten.select_scatter.default: (torch.ones(3), 0, 1),
+    aten.diagonal_scatter.default: (torch.ones(3),),
+    aten.as_strided_scatter.default: (torch.ones(2), (2,), (1,), 12),
+    aten.index_put.default: ([I], PART),
+    aten._unsafe_index_put.default: ([I], PART),
+    aten.index_copy.default: (0, I, PART),
+    aten.index_add.default: (0, I, PART),
+    aten.index_fill.int_Scalar: (0, I, 1.0),
+    aten.scatter.src: (0, J, PART),
+    aten.scatter.value: (0, J, 1.0),
+    aten.scatter_add.default: (0, J, PART),
+    aten.scatter_reduce.two: (0, J, PART, "sum"),
+    aten.masked_fill.Scalar: (MASK, 1.0),
+    aten.masked_scatter.default: (MASK, torch.ones(12)),
+    aten.put.default: (I, torch.ones(2)),
+    aten.fill.Scalar: (1.0,),
+    aten.zero.default: (),
+    aten.uniform.default: (),
+    aten.bernoulli.p: (0.5,),
+    aten.exponential.default: (),
+    aten.random.default: (),
+    aten.normal_functional.default: (),
+}
+TARGETS = {
+    "all": lambda: torch.ones(4, 3),
+    "rows": lambda: torch.ones(40, 3)[4:8],
+    "first rows": lambda: torch.ones(40, 3)[:4],
+    "columns": lambda: torch.ones(4, 30)[:, 3:6],
+    "every second": lambda: torch.ones(8, 6)[::2, ::2],
+    "transposed": lambda: torch.ones(30, 4)[3:6].t(),
+    "of a conjugate": lambda: torch.ones(40, 3, dtype=torch.cfloat)[:4].conj().real,
+    "conjugate": lambda: torch.ones(40, 3, dtype=torch.cfloat)[4:8].conj(),
+    "negative": lambda: torch.ones(40, 3, dtype=torch.cfloat)[4:8].conj().imag,
+    "repeated": lambda: torch.ones(1, 3).expand(4, 3),
+}
+
+
+def written(func, to, fakes=None):
+    """Layout of what a functional write to a view returns."""
+    args = (to(), *WRITES[func])
+    if fakes is not None:
+        args = tree_map_only(torch.Tensor, fakes.from_tensor, args)
+    out = real_layouts.of_own_kernel(func, args, {}) if fakes is not None else None
+    if out is None:
+        out = func(*args)
+    return layouts((out,))
+
+
+@pytest.mark.parametrize("func", WRITES, ids=str)
+def test_a_functional_write_to_a_view_makes_the_memory_that_it_makes_for_real(func):
+    with FakeTensorMode() as fakes:  # with its cache, which knows layouts alone
+        pass
+    for name, to in TARGETS.items():
+        try:
+            real = written(func, to)
+        except RuntimeError:  # no such kernel, or no room for that many elements
+            continue
+        with fakes:
+            assert written(func, to, fakes) == real, name
