@@ -502,6 +502,17 @@ def test_a_graph_break_is_an_error():
 
 
 @pytest.mark.slow
+def test_sparse_tensors_in_a_graph_are_refused_with_the_fix():
+    model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8))
+    tokens = torch.arange(4)
+    message = "layout torch.sparse_coo.*`sparse=False`"
+
+    with pytest.raises(autosac.UnsupportedError, match=message):
+        autosac.compile(model, memory_budget="1GiB")(tokens)
+    with pytest.raises(autosac.UnsupportedError, match=message):
+        autosac.joint_graph(model, tokens)
+
+
 def test_a_compiled_module_inside_is_refused():
     model, _ = made("dropout")
     model.model[0] = torch.compile(model.model[0])

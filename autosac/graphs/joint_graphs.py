@@ -27,6 +27,7 @@ from autosac.graphs.stages import (
     stages_of,
 )
 from autosac.profiles.mistakes import check_unplanned
+from autosac.pytrees import tensors_in
 from autosac.quantities import format_bytes
 from autosac.step.arguments import (
     check_inputs,
@@ -436,6 +437,13 @@ def _check(node: fx.Node) -> None:
             f"`{node.name}` is on {value.device}: graphs are planned for the CPU only,"
             " so far; use `autosac.plan` on a GPU."
         )
+    for tensor in tensors_in(value):
+        if tensor.layout is not torch.strided:
+            raise UnsupportedError(
+                f"`{node.name}` is a tensor of layout {tensor.layout}, whose memory is"
+                " not known while planning. Use dense tensors (embeddings:"
+                " `sparse=False`; nested tensors: padded)."
+            )
     is_op = _compat_graphs.is_op(node.target)
     if node.op == "call_function" and not is_op and node.target != operator.getitem:
         raise UnsupportedError(

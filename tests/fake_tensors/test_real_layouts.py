@@ -80,7 +80,7 @@ def test_a_fake_result_has_the_types_and_bytes_of_a_real_one(func, arguments):
     assert layouts(fake) == layouts(real)
 
 
-I, J = torch.tensor([0, 2]), torch.zeros(2, 3, dtype=torch.long)
+ROWS, CELLS = torch.tensor([0, 2]), torch.zeros(2, 3, dtype=torch.long)
 MASK, PART = torch.ones(4, 3, dtype=torch.bool), torch.ones(2, 3)
 WRITES = {
     aten.copy.default: (torch.ones(4, 3),),
@@ -88,18 +88,18 @@ WRITES = {
     aten.select_scatter.default: (torch.ones(3), 0, 1),
     aten.diagonal_scatter.default: (torch.ones(3),),
     aten.as_strided_scatter.default: (torch.ones(2), (2,), (1,), 12),
-    aten.index_put.default: ([I], PART),
-    aten._unsafe_index_put.default: ([I], PART),
-    aten.index_copy.default: (0, I, PART),
-    aten.index_add.default: (0, I, PART),
-    aten.index_fill.int_Scalar: (0, I, 1.0),
-    aten.scatter.src: (0, J, PART),
-    aten.scatter.value: (0, J, 1.0),
-    aten.scatter_add.default: (0, J, PART),
-    aten.scatter_reduce.two: (0, J, PART, "sum"),
+    aten.index_put.default: ([ROWS], PART),
+    aten._unsafe_index_put.default: ([ROWS], PART),
+    aten.index_copy.default: (0, ROWS, PART),
+    aten.index_add.default: (0, ROWS, PART),
+    aten.index_fill.int_Scalar: (0, ROWS, 1.0),
+    aten.scatter.src: (0, CELLS, PART),
+    aten.scatter.value: (0, CELLS, 1.0),
+    aten.scatter_add.default: (0, CELLS, PART),
+    aten.scatter_reduce.two: (0, CELLS, PART, "sum"),
     aten.masked_fill.Scalar: (MASK, 1.0),
     aten.masked_scatter.default: (MASK, torch.ones(12)),
-    aten.put.default: (I, torch.ones(2)),
+    aten.put.default: (ROWS, torch.ones(2)),
     aten.fill.Scalar: (1.0,),
     aten.zero.default: (),
     aten.uniform.default: (),
