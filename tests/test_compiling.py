@@ -1,6 +1,7 @@
 import copy
 import functools
 import logging
+import warnings
 
 import pytest
 import torch
@@ -502,6 +503,26 @@ def test_a_graph_break_is_an_error():
 
 
 @pytest.mark.slow
+def test_what_a_model_holds_more_later_is_in_its_peak_and_said_once_above_a_budget():
+    torch.manual_seed(0)
+    model, inputs = WithLoss(Mlp()), torch.randn(64, 8)
+    compiled = autosac.compile(model, memory_budget="100KiB")
+    trained(compiled, model, inputs)
+    model.zero_grad()
+    with warnings.catch_warnings(action="error"):
+        model.register_buffer("small", torch.ones(100))
+        trained(compiled, model, inputs)
+    (plan,) = autosac.compiled_plans(compiled)
+    model.zero_grad()
+    model.register_buffer("average", torch.ones(100_000))
+    with pytest.warns(UserWarning, match=r"390\.6 KiB more.*reset") as caught:
+        _, peak = trained(compiled, model, inputs)
+
+    assert len(caught) == 1
+    (later,) = autosac.compiled_plans(compiled)
+    assert later.peak_bytes == peak == plan.peak_bytes + 400_000
+
+
 def test_sparse_tensors_in_a_graph_are_refused_with_the_fix():
     model = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8))
     tokens = torch.arange(4)

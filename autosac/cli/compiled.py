@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from autosac.graphs.compiling import CompiledPlan, compile, compiled_plans
+from autosac.graphs.compiled_peaks import CompiledPlan
+from autosac.graphs.compiling import compile, compiled_plans
 from autosac.step.training_step import LossFn, default_loss, normalize_inputs
 
 

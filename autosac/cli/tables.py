@@ -10,7 +10,7 @@ from rich.table import Table
 
 from autosac.advice.advising import Advice
 from autosac.devices.specs import DeviceSpec
-from autosac.graphs.compiling import CompiledPlan
+from autosac.graphs.compiled_peaks import CompiledPlan
 from autosac.parallel.plans import ParallelPlan
 from autosac.pipelines.plans import PipelinePlan
 from autosac.planning.plans import Plan

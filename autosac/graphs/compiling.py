@@ -31,6 +31,7 @@ from autosac.graphs.arguments import (
     check_choice,
     check_graph_offload,
 )
+from autosac.graphs.compiled_peaks import CompiledPlan, Growth
 from autosac.graphs.joint_graphs import JointGraph, normalized, unpack_at_once
 from autosac.graphs.plans import GraphPlan, GraphPlanner
 from autosac.profiles.mistakes import check_unplanned
@@ -44,33 +45,10 @@ from autosac.quantities import (
 from autosac.solvers.milp.solution import Backend
 from autosac.solving.solve_options import check_solving
 from autosac.storages import storage_bytes
-from autosac.summaries import Summarized, Summary
 
 CompilerBackend = Literal["aot_eager", "inductor"]
 
 _NUM_RUNGS = 12  # plans between all and as little memory as can be: a heuristic
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class CompiledPlan(Summarized):
-    """The plan of one compiled graph.
-
-    Attributes:
-        graph: What is recomputed, and the joint graph that does so.
-        peak_bytes: Peak of forward and backward with all that is counted: simulated
-            for ``aot_eager``, measured for ``inductor``. Before the first backward pass
-            with all outputs, and gradients of all of them, until backward ends; then,
-            with ``aot_eager``, without those that no pass held so long.
-    """
-
-    graph: GraphPlan
-    peak_bytes: int
-
-    def summary(self) -> Summary:
-        """The plan of the graph, and the peak with all that is counted."""
-        facts = self.graph.summary().facts
-        total = ("in all", f"{format_bytes(self.peak_bytes)} at the peak")
-        return Summary(title="Compiled plan", facts=(*facts, total))
 
 
 def compile(
@@ -289,13 +267,13 @@ class _Compiler:
         )
         if (plan := partition.plan) is None:
             return compiled
-        place = len(self.plans)
-        self.plans.append(_with_beside(plan, beside_bytes))
+        compiled_plan = _with_beside(plan, beside_bytes)
+        correct = partition.growth.add(self.plans, compiled_plan, self.budget_bytes)
 
         def lower(dropped: frozenset[fx.Node]) -> None:
             peak_bytes = reading.peak_bytes(plan.joint, dropped)
             known = replace(plan, peak_bytes=peak_bytes)
-            self.plans[place] = _with_beside(known, beside_bytes)
+            correct(_with_beside(known, beside_bytes))
 
         assert partition.outside is not None
         partition.outside.tell = lower
@@ -320,9 +298,8 @@ class _Compiler:
             real_bytes = partition.measured_bytes()
             if real_bytes <= wanted_bytes:
                 peak_bytes = real_bytes + beside_bytes
-                self.plans.append(
-                    CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes)
-                )
+                plan = CompiledPlan(graph=partition.plan, peak_bytes=peak_bytes)
+                partition.growth.add(self.plans, plan, self.budget_bytes)
                 return compiled
             least_bytes = min(real_bytes, least_bytes or real_bytes)
             assert partition.rung is not None
@@ -371,6 +348,7 @@ class _Partition:
             afterwards the one that was taken.
         plan: Of the graph, once there is one.
         outside: What callers drop of its results and gradients, likewise.
+        growth: What the model holds more since.
     """
 
     def __init__(
@@ -380,6 +358,7 @@ class _Partition:
         self.budget_bytes = budget_bytes
         self.rung = rung
         self.plan: GraphPlan | None = None
+        self.growth = Growth(compiler.model)
         self._runs: dict[bool, compiled_runs.Run] = {}
         self.outside: compiled_runs.Outside | None = None
         self._num_outputs = 0
@@ -476,8 +455,12 @@ class _Partition:
         if is_backward:
             return compiled_runs.guarded_backward(compiled, self.outside)
         return compiled_runs.guarded_forward(
-            compiled, self._num_outputs, self.compiler.check_gradients, self.outside
+            compiled, self._num_outputs, self._check, self.outside
         )
+
+    def _check(self) -> None:
+        self.compiler.check_gradients()
+        self.growth.check()
 
     def measured_bytes(self) -> int:
         """Real peak of what was compiled, on made-up data."""
