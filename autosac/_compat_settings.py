@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,16 @@ import torch
 
 _C: Any = torch._C
 _SMALLEST = 5e-324  # is zero while denormal numbers are flushed
-_Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # reads it and sets it
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """How a setting is read, and how it is set for a while and as it was again."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], Any]
+    put_back: Callable[[Any], Any] | None = None  # if not by `write`
+    is_ieee: bool = False  # where none is set
 
 
 def _flushes_denormals() -> bool:
@@ -34,30 +44,26 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
 
 
 def _flag(name: str) -> _Setting:
-    return getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}")
+    return _Setting(getattr(_C, f"_get_{name}"), getattr(_C, f"_set_{name}"))
 
 
 def _flags(name: str) -> _Setting:
     """Several of one name."""
     set_all = getattr(_C, f"_set_{name}")
-    return getattr(_C, f"_get_{name}"), lambda values: set_all(*values)
+    return _Setting(getattr(_C, f"_get_{name}"), lambda values: set_all(*values))
 
 
 def _precision(backend: str, op: str) -> _Setting:
-    """What float32 is computed in.
-
-    That of oneDNN and of products is as it is written where none is set: whoever sets
-    one by its legacy name for a while leaves "ieee" behind.
-    """
+    """What float32 is computed in, for an op or else for all of a backend."""
     read = partial(_C._get_fp32_precision_getter, backend, op)
+    read_all = partial(_C._get_fp32_precision_getter, backend, "all")
+    write = partial(_C._set_fp32_precision_setter, backend, op)
 
-    def read_or_ieee() -> Any:
-        value = read()
-        return "ieee" if value == "none" else value
+    def put_back(value: str) -> None:
+        write("none" if value == read_all() else value)  # it follows that again
 
     is_ieee = backend == "mkldnn" or op == "matmul"
-    write = partial(_C._set_fp32_precision_setter, backend, op)
-    return (read_or_ieee if is_ieee else read), write
+    return _Setting(read, write, put_back, is_ieee)
 
 
 def _precisions(backend: str) -> list[_Setting]:
@@ -65,14 +71,14 @@ def _precisions(backend: str) -> list[_Setting]:
 
 
 _ANYWHERE: list[_Setting] = [
-    (_flushes_denormals, torch.set_flush_denormal),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_deterministic, _set_deterministic),
+    _Setting(_flushes_denormals, torch.set_flush_denormal),
+    _Setting(torch.get_default_dtype, torch.set_default_dtype),
+    _Setting(_deterministic, _set_deterministic),
     _flag("deterministic_fill_uninitialized_memory"),
 ]
 _OF_DEVICE: dict[str, list[_Setting]] = {
     "cpu": [
-        (torch.get_num_threads, torch.set_num_threads),
+        _Setting(torch.get_num_threads, torch.set_num_threads),
         *map(_flag, ("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled")),
         *_precisions("mkldnn"),
     ],
@@ -86,16 +92,13 @@ _OF_DEVICE: dict[str, list[_Setting]] = {
     ],
 }
 _ALL = [*_ANYWHERE, *_OF_DEVICE["cpu"], *_OF_DEVICE["cuda"]]
-_READ_ALL = [read for read, _ in _ALL]
-_READ_OF_DEVICE = {
-    kind: [read for read, _ in (*_ANYWHERE, *own)] for kind, own in _OF_DEVICE.items()
-}
+_READ_ALL = [setting.read for setting in _ALL]
 
 
 def settings(device_type: str) -> tuple[Any, ...]:
     """All that decides what kernels of a device compute, besides their arguments."""
-    reads = _READ_OF_DEVICE.get(device_type)
-    return tuple([read() for read in reads or [read for read, _ in _ANYWHERE]])
+    own = [*_ANYWHERE, *_OF_DEVICE.get(device_type, ())]
+    return tuple([_value(setting, setting.read()) for setting in own])
 
 
 def all_settings() -> list[Any]:
@@ -113,17 +116,21 @@ def with_settings(values: list[Any]) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _with_others(present: list[Any], values: list[Any]) -> Iterator[None]:
     others = [
-        (setter, before, value)
-        for (_, setter), before, value in zip(_ALL, present, values, strict=True)
-        if before != value
+        (setting, before, _value(setting, value))
+        for setting, before, value in zip(_ALL, present, values, strict=True)
+        if _value(setting, before) != _value(setting, value)
     ]
     try:
-        for setter, _, value in others:
-            setter(value)
+        for setting, _, value in others:
+            setting.write(value)
         yield
     finally:
-        for setter, before, _ in others:
-            setter(before)
+        for setting, before, _ in others:
+            (setting.put_back or setting.write)(before)
+
+
+def _value(setting: _Setting, value: Any) -> Any:
+    return "ieee" if setting.is_ieee and value == "none" else value
 
 
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

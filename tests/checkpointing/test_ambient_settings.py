@@ -187,3 +187,34 @@ def test_settings_around_whole_units_forbid_nothing():
     assert plan.policy.keys() == usual.policy.keys()
     assert not done.differences
     assert done.measured_peak_bytes == plan.peak_bytes <= plan.budget_bytes
+
+
+def test_reruns_leave_precisions_to_follow_what_all_of_a_backend_has():
+    def gradients(model):
+        x = torch.ones(ROWS, WIDTH)
+        for _ in range(3):
+            model.zero_grad()
+            torch.manual_seed(1)
+            torch.backends.mkldnn.fp32_precision = "bf16"
+            output = model(x)
+            torch.backends.mkldnn.fp32_precision = "ieee"
+            mean_square(output).backward()
+        return [p.grad for p in model.parameters()]
+
+    def make_model():
+        torch.manual_seed(0)
+        return nn.Sequential(*[Block(contextlib.nullcontext) for _ in range(3)])
+
+    before = torch.backends.mkldnn.fp32_precision
+    try:
+        profile = autosac.profile(
+            make_model(), torch.ones(ROWS, WIDTH), loss_fn=mean_square
+        )
+        plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+        own = gradients(plan.apply(make_model()))
+        plain = gradients(make_model())
+    finally:
+        torch.backends.mkldnn.fp32_precision = before
+
+    for expected, gradient in zip(plain, own, strict=True):
+        assert torch.equal(expected, gradient)
