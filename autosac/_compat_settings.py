@@ -93,6 +93,7 @@ _OF_DEVICE: dict[str, list[_Setting]] = {
 }
 _ALL = [*_ANYWHERE, *_OF_DEVICE["cpu"], *_OF_DEVICE["cuda"]]
 _READ_ALL = [setting.read for setting in _ALL]
+_READ_CPU = _READ_ALL[: -len(_OF_DEVICE["cuda"])]  # where no GPU is in use
 
 
 def settings(device_type: str) -> tuple[Any, ...]:
@@ -103,12 +104,28 @@ def settings(device_type: str) -> tuple[Any, ...]:
 
 def all_settings() -> list[Any]:
     """What `with_settings` takes."""
-    return [read() for read in _READ_ALL]
+    return [read() for read in (_READ_ALL if _uses_cuda() else _READ_CPU)]
 
 
-def with_settings(values: list[Any]) -> contextlib.AbstractContextManager[None]:
-    """Inside, settings as they were when `all_settings` was called."""
-    if values == (present := all_settings()):
+_of_backward: tuple[int, list[Any]] = (-1, [])
+
+
+def _present() -> list[Any]:
+    """Settings as they are now, read once in a backward pass."""
+    global _of_backward
+    number = _C._current_graph_task_id()
+    if number == -1:
+        return all_settings()
+    if number != _of_backward[0]:
+        _of_backward = number, all_settings()
+    return _of_backward[1]
+
+
+def with_settings(
+    values: list[Any] | None,
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, settings as they were when `all_settings` was called; None for as now."""
+    if values is None or values == (present := _present()):
         return _NOTHING
     return _with_others(present, values)
 
@@ -117,9 +134,11 @@ def with_settings(values: list[Any]) -> contextlib.AbstractContextManager[None]:
 def _with_others(present: list[Any], values: list[Any]) -> Iterator[None]:
     others = [
         (setting, before, _value(setting, value))
-        for setting, before, value in zip(_ALL, present, values, strict=True)
+        for setting, before, value in zip(_ALL, present, values, strict=False)
         if _value(setting, before) != _value(setting, value)
     ]
+    global _of_backward
+    known, _of_backward = _of_backward, (-1, [])
     try:
         for setting, _, value in others:
             setting.write(value)
@@ -127,10 +146,12 @@ def _with_others(present: list[Any], values: list[Any]) -> Iterator[None]:
     finally:
         for setting, before, _ in others:
             (setting.put_back or setting.write)(before)
+        _of_backward = known
 
 
 def _value(setting: _Setting, value: Any) -> Any:
     return "ieee" if setting.is_ieee and value == "none" else value
 
 
+_uses_cuda: Callable[[], bool] = torch.cuda.is_initialized
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()

@@ -250,7 +250,7 @@ class BatchForward(StandIn):
         if is_step:
             self.begin(args, kwargs)
         else:
-            self.steps[variants.current].calls.clear()
+            self.steps[variants.current].begin()
         variants.is_step = is_step
         try:
             with variants.running():
@@ -325,7 +325,7 @@ class BatchForward(StandIn):
             variants.by_signature[signature] = numbers
         self.is_alike = is_alike and len(numbers) == 1
         for number in numbers:
-            self.steps[number].calls.clear()
+            self.steps[number].begin()
         self.differs = self.places.differs
         variants.open(numbers)
 

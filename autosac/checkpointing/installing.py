@@ -101,7 +101,8 @@ class CheckpointedForward(StandIn):
         else:
             source = Kept((args, kwargs) if program is None else tensors)
         given = [local(tensor) for tensor in tensors]
-        record = Record(policy, given, source.relayed())
+        settings = self.step.settings_of(policy.settings)
+        record = Record(policy, given, source.relayed(), settings)
         known = None if program is None else KnownMode(record, program)
         mode = known or self._recording(record, forward)
         if isinstance(source, (RelayedCall, NestedCall)):
@@ -340,7 +341,7 @@ class CountedForward(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if thread.is_inside:
             return self.__wrapped__(*args, **kwargs)
-        self.step.calls.clear()
+        self.step.begin()
         is_step = torch.is_grad_enabled()
         if is_step:
             self.places.check()

@@ -16,7 +16,7 @@ import torch
 from autosac import _compat, _compat_autocast, _compat_dispatch
 from autosac._compat_dispatch import Traits
 from autosac._compat_distributed import finished, local, unwrapped
-from autosac._compat_settings import all_settings, with_settings
+from autosac._compat_settings import with_settings
 from autosac.checkpointing.call_arguments import is_simple, leaves, map_nested
 from autosac.checkpointing.random_states import RandomStates, random_states
 from autosac.checkpointing.tensor_parts import (
@@ -149,6 +149,7 @@ class Record:
         policy: What to do with its ops.
         given: The tensors among its arguments.
         relayed: Numbers of those that are made again for a rerun.
+        settings: Those that it begins under; None for those of a rerun.
 
     Attributes:
         calls: Ops that may run again.
@@ -171,9 +172,10 @@ class Record:
         policy: OpPolicy,
         given: Sequence[torch.Tensor],
         relayed: Collection[int] = (),
+        settings: list[Any] | None = None,
     ) -> None:
         self.policy = policy
-        self._settings = all_settings()  # it begins under
+        self._settings = settings
         self.calls: list[Call] = []
         self.results: dict[int, Result] = {}
         self.saved: dict[int, Any] = {}

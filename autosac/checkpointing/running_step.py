@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from autosac._compat_settings import all_settings
 from autosac.checkpointing.chained_calls import RelayedCall
 from autosac.checkpointing.far_arguments import FarArguments, Prefetch
 from autosac.checkpointing.nested_calls import Nest
@@ -46,6 +47,7 @@ class Step:
 
     Attributes:
         calls: How often each module was called.
+        settings: Global settings that its units begin under, by `OpPolicy.settings`.
         latest: Chain -> its last call, as long as backward can need it.
         nests: Nest -> the call of its module that runs forward now.
         losses: How often a unit did not do what it had done before.
@@ -65,6 +67,7 @@ class Step:
         self.variants = variants
         self.number = number
         self.calls: Counter[str] = Counter()
+        self.settings: dict[int, list[Any]] = {}
         self.latest: weakref.WeakValueDictionary[str, RelayedCall] = (
             weakref.WeakValueDictionary()
         )
@@ -81,6 +84,18 @@ class Step:
     def __reduce__(self) -> tuple[type[Step], tuple[Followed | None, int, str | None]]:
         # A copy has begun no step.
         return Step, (self.variants, self.number, self.memory.directory)
+
+    def begin(self) -> None:
+        """A step begins: no module was called."""
+        self.calls.clear()
+        self.settings.clear()
+
+    def settings_of(self, number: int) -> list[Any]:
+        """Settings of such a number, which are read once in a step."""
+        values = self.settings.get(number)
+        if values is None:
+            values = self.settings[number] = all_settings()
+        return values
 
     def is_of(self, training: bool, planned: bool) -> bool:
         """Whether a module in some mode does what is planned.

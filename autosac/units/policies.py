@@ -61,6 +61,7 @@ class OpPolicy:
         let_go_with: after how many of them are sent the next one must be before the
             program lets go of it,
         num_saved: and how many tensors it saves.
+        settings: Number of the global settings of PyTorch that it begins under.
     """
 
     fqn: str
@@ -83,6 +84,7 @@ class OpPolicy:
     fetched_with: tuple[int, ...] = ()
     let_go_with: tuple[int, ...] = ()
     num_saved: int = 0
+    settings: int = 0
 
     @property
     def offloads(self) -> bool:

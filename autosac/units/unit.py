@@ -230,6 +230,7 @@ class Unit:
             training=training,
             call_index=self.call_index,
             num_calls=self.num_calls,
+            settings=self.call.settings,
             **kind,
         )
 
