@@ -55,8 +55,8 @@ def warn_of_first_step(tape: Tape) -> None:
     more = f"{format_bytes(more_bytes)} more"
     if max(peaks) > peaks[0]:
         warn(
-            f"Some step takes {more} than the one that is planned, which allocates"
-            " most; plans count that."
+            f"Some step takes {more} than the one that is planned, which takes most in"
+            " forward and backward; plans count that."
         )
     else:
         warn(

@@ -9,13 +9,17 @@ and a schedule begins in some step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
+from operator import eq, ge
 from typing import Any
 
+import numpy as np
 import torch
 
 from autosac.quantities import format_bytes
 from autosac.step.arguments import warn
+from autosac.step.ledger import Ledger
 
 MOST_EARLIER = 16  # steps before the one that is traced: a heuristic
 _MOST_COVERED = 2  # kinds of steps beside the planned and the first one: a heuristic
@@ -66,29 +70,88 @@ def changed_number(before: Numbers, after: Numbers) -> str | None:
     return None
 
 
-def dearest(
-    made_bytes: Sequence[Sequence[int]], begin: int, counts: str | None
-) -> list[int]:
-    """Steps that differ, those that allocate most first, as steps that come before.
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What one of the steps allocates.
 
-    The first of them is the one to plan, behind those in which queues fill. The very
-    first step is none of them. If the last of all differ, that is said.
+    Attributes:
+        nbytes: Size of each storage that it makes.
+        live_bytes: Bytes alive at the birth of each, with what earlier steps have left.
+    """
+
+    nbytes: tuple[int, ...]
+    live_bytes: tuple[int, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes alive at an instant: nothing but a birth adds any."""
+        return max(self.live_bytes, default=0)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By the peak, and if that is the same by all that it allocates."""
+        return self.peak_bytes, sum(self.nbytes)
+
+    def covers(self, other: Made) -> bool:
+        """Whether it allocates the same at least, in order, with as much alive.
+
+        Sizes may grow, as over a queue that fills, only if there are as many.
+        """
+        of_size = ge if len(self.nbytes) == len(other.nbytes) else eq
+        own = zip(self.nbytes, self.live_bytes, strict=True)
+        return all(
+            any(of_size(ours[0], nbytes) and ours[1] >= live_bytes for ours in own)
+            for nbytes, live_bytes in zip(other.nbytes, other.live_bytes, strict=True)
+        )  # each is looked for behind the one before
+
+
+def made_by_steps(ledger: Ledger, begins: Sequence[int]) -> list[Made]:
+    """What each of some steps allocates.
 
     Args:
-        made_bytes: Sizes of all that each step allocates.
+        ledger: All that they do, in the order of births.
+        begins: The first storage of each step, and where the last one ends.
+    """
+    timeline = ledger.timeline()
+    made = []
+    for first, stop in pairwise(begins):
+        own = first + np.flatnonzero(ledger.born[first:stop])  # not what it only met
+        columns = (ledger.nbytes[own], timeline.at(ledger.born[own]))
+        made.append(Made(*(tuple(column.tolist()) for column in columns)))
+    return made
+
+
+def dearest(made: Sequence[Made], begin: int, counts: str | None) -> list[int]:
+    """Steps that differ, those of the highest peaks first, as steps that come before.
+
+    The first of them is the one to plan, behind those in which queues fill. The very
+    first step is none of them, as it is covered anyway. If there are more kinds, or
+    the last of all differ, that is said.
+
+    Args:
+        made: What each step allocates.
         begin: Steps before those to choose from.
         counts: The number by which they may differ, if there is one.
     """
-    sums = [sum(sizes) for sizes in made_bytes]
-    number = max(range(begin, len(sums)), key=sums.__getitem__, default=begin)
-    if counts and made_bytes[-2] != made_bytes[-1]:
+    number = max(range(begin, len(made)), key=lambda n: made[n].order, default=begin)
+    if counts and made[-2].nbytes != made[-1].nbytes:
         warn(
             f"`{counts}` changes with every step, and so does what a step allocates,"
-            f" beyond the first {len(sums)}: later ones may take more than planned."
+            f" beyond the first {len(made)}: later ones may take more than planned."
             " Plan with modules as they are late in the training."
         )
-    kinds = {tuple(made_bytes[n]): n for n in reversed(range(1, len(sums)))}
-    planned = made_bytes[number] if number < len(sums) else ()
-    kinds.pop(tuple(planned), None)
-    others = sorted(kinds.values(), key=sums.__getitem__, reverse=True)
+    kinds = [n for n in (number, 0) if n < len(made)]
+    for n in sorted(range(1, len(made)), key=lambda n: made[n].order, reverse=True):
+        if not any(made[kind].covers(made[n]) for kind in kinds):
+            kinds.append(n)
+    others = kinds[2:]
+    left = others[_MOST_COVERED:]
+    if left:
+        most = format_bytes(made[left[0]].peak_bytes)
+        warn(
+            f"Of the first {len(made)} steps, {len(left)} more do other things than"
+            f" those that plans cover: they take up to {most} in forward and backward"
+            f" ({format_bytes(made[number].peak_bytes)} the planned one), which may be"
+            " more than planned. Budget for that, or let fewer kinds of steps differ."
+        )
     return [number, *others[:_MOST_COVERED]]

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from autosac import (
@@ -31,6 +32,7 @@ from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
 from autosac.pytrees import held_tensors, module_tensors
+from autosac.step.ledger import Ledger
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Parameter, Tape
 from autosac.step.training_step import (
@@ -54,6 +56,7 @@ from autosac.tracing.later_steps import (
     MOST_EARLIER,
     changed_number,
     dearest,
+    made_by_steps,
     num_until_full,
     numbers_of,
 )
@@ -159,9 +162,8 @@ def _later(
             if until == 0:
                 learned.earlier = 0
                 return tape
-            made_bytes = [*learned.made_bytes]
-            number, *others = dearest(made_bytes, until, counts)
-            if others:
+            number, *others = dearest([*learned.made], until, counts)
+            if others or number > 1:
                 numbers = [*others, number]  # the planned one last: it stays learned
                 tapes |= {n: behind(n) for n in numbers if n not in tapes}
                 learned.earlier, learned.covered = number, (0, *others)
@@ -290,9 +292,8 @@ def _take_earlier_steps(
     if not learned.earlier and not finds:
         return
     learned.kept_bytes.clear()
-    learned.made_bytes.clear()
+    begins = [len(recorder.nbytes)]
     for _ in range(max(learned.earlier, 1)):
-        num_made = len(recorder.nbytes)
         with _recorded(recorder, mode):
             _one_micro_step(recorder, step, model, args, kwargs)
         for index, parameter in enumerate(model.parameters()):
@@ -303,7 +304,11 @@ def _take_earlier_steps(
         for tensor in held_tensors((args, kwargs)):
             tensor.grad = None  # each micro-step gets others
         learned.kept_bytes.append(_kept_bytes(step, model, recorder))
-        learned.made_bytes.append(recorder.nbytes[num_made:])
+        begins.append(len(recorder.nbytes))
+    columns = (recorder.born, recorder.deaths(), recorder.nbytes)
+    born, died, nbytes = (np.array(column, dtype=np.int64) for column in columns)
+    ledger = Ledger(born=born, died=died, nbytes=nbytes)
+    learned.made = made_by_steps(ledger, begins)
 
 
 def _kept_bytes(step: Step, model: torch.nn.Module, *recorders: Recorder) -> int:
