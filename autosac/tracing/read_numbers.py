@@ -24,8 +24,9 @@ _SET = frozenset({_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor})
 _ZERO = _aten.zero_.default
 
 # No size depends on step counts but that RAdam does more after the first few, and ASGD
-# after `t0` of them. At 1, NAdam would divide by zero.
-_MANY = 1_000_000
+# after `t0` of them, by default a million. Others do more in every k-th: this is the
+# least multiple of all k up to 16. At 1, NAdam would divide by zero.
+_MANY = 720_720
 
 
 class ReadNumbers:

@@ -252,6 +252,25 @@ class Clipped(torch.optim.SGD):
         return super().step(closure)
 
 
+class CopiesEveryFewSteps(torch.optim.Optimizer):
+    """Makes copies in every so many steps, which it counts in tensors."""
+
+    def __init__(self, parameters, every):
+        super().__init__(parameters, {"every": every})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        (group,) = self.param_groups
+        for p in group["params"]:
+            if not self.state[p]:
+                self.state[p]["step"] = torch.zeros(())
+            self.state[p]["step"] += 1
+            p.add_(p.grad, alpha=-0.01)
+        if self.state[p]["step"].item() % group["every"] == 0:
+            copies = [p.repeat(8, *(1 for _ in p.shape)) for p in group["params"]]
+            del copies
+
+
 @pytest.mark.parametrize(
     "make_optimizer",
     [
@@ -285,6 +304,20 @@ def test_numbers_that_an_optimizer_reads_are_those_of_a_training(make_optimizer)
     )
     excess = profile.baseline_peak_bytes - max(peaks_of_training(make_step, 8))
     assert 0 <= excess <= 64
+
+
+@pytest.mark.parametrize("every", [6, 7])
+def test_what_an_optimizer_does_in_every_kth_step_of_a_count_is_planned(every):
+    peaks = []
+    for k in (every, 1):
+        model = nn.Linear(64, 64)
+        optimizer = CopiesEveryFewSteps(model.parameters(), every=k)
+        profile = autosac.profile(
+            model, torch.randn(2, 64), optimizer=optimizer, loss_fn=loss_fn
+        )
+        peaks.append(profile.baseline_peak_bytes)
+
+    assert peaks[0] == peaks[1] > 8 * 64 * 64 * 4
 
 
 @pytest.mark.parametrize("is_built", [False, True])
