@@ -14,7 +14,6 @@ from autosac.fake_tensors import real_layouts
 from autosac.fake_tensors.repeated_calls import is_real
 from autosac.lens.on_gpu import on_fake_gpu
 from autosac.pytrees import tensors_in
-from autosac.step.copies_on_write import before_op
 from autosac.step.op_signatures import Signature, signature
 
 # Elements of a tensor that stays real while tracing: of the user's or computed from one
@@ -115,7 +114,6 @@ def run_op(
             return func(*args, **kwargs)
     if _compat_alone.answers(func):
         return func(*args, **kwargs)
-    before_op(func, args, kwargs)
     changes_layout = torch.Tag.inplace_view in func.tags  # FakeTensorMode refuses that
     if inputs and (changes_layout or _is_small(func, args, kwargs, inputs)):
         with _compat.no_modes():

@@ -256,8 +256,7 @@ def _measured(
     ):
         model, _, args, kwargs, loss_fn, _ = copies
         modules.update(model.modules())
-        if step.learned.writes_large is not False:
-            copies_on_write.copy_all()
+        copies_on_write.copy_all(step.learned.largest_write)
 
         def run(mark: Any) -> None:
             micro_step(

@@ -1,4 +1,4 @@
-"""Large storages of the user's that are copied as an op is about to write to them.
+"""Storages of the user's that are copied as an op is about to write to them.
 
 A step that is only planned reaches weights of other models, or data, by far more often
 than it writes to them.
@@ -37,7 +37,13 @@ def before_op(func: Any, args: Any, kwargs: Any) -> None:
             copy()
 
 
-def copy_all() -> None:
-    """Ops are about to run that nobody looks at."""
-    while _waiting:
-        _waiting.popitem()[1][1]()
+def copy_all(most_bytes: int | None = None) -> None:
+    """Ops are about to run that nobody looks at.
+
+    Args:
+        most_bytes: Of each storage that they may write to; None for any number.
+    """
+    for address, (storage, copy) in list(_waiting.items()):
+        if most_bytes is None or storage.nbytes() <= most_bytes:
+            del _waiting[address]
+            copy()

@@ -22,6 +22,7 @@ import torch
 from autosac.step.source_lines import is_users
 from autosac.tracing.learned import Learned
 from autosac.tracing.own_state import own_state_kept
+from autosac.tracing.reached_state import attributes_of
 
 _MOST_ITEMS = 1000  # of a container that is looked at
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
@@ -49,7 +50,7 @@ def own_functions(
         optimizer: A copy, too, whose functions are hooks.
         is_real: Ops change the data of tensors, so that those that functions reach
             are copied as well.
-        learned: Told if a step writes to large tensors of the user's.
+        learned: Told how large the tensors are that a step writes to.
 
     Returns:
         A loss that reaches them, too; and what puts back, as it closes, what functions
@@ -152,7 +153,7 @@ class _Own:
             parts = list(value.values() if isinstance(value, dict) else value)
         elif opens and _is_plain_object(value):
             self.met[id(value)] = value
-            parts, opens = list(vars(value).values()), False
+            parts, opens = list(attributes_of(value).values()), False
         else:
             parts = []
         # Of all of them: what is met is put back.
@@ -234,7 +235,7 @@ class _Own:
 
     def _object(self, value: Any) -> Any:
         made = self.memo[id(value)] = object.__new__(type(value))
-        attributes = vars(value).items()
+        attributes = attributes_of(value).items()
         vars(made).update({n: self.of(item, opens=False) for n, item in attributes})
         return made
 

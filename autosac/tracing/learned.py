@@ -49,8 +49,8 @@ class Learned:
             traced; None if that is not known.
         condition: What its optimizer reads where that asks for a condition on values
             which nobody has, as the step cannot run; None until it does.
-        writes_large: Whether it writes to large tensors of the user's that are not
-            copied for it; None if no run has shown all that it writes to.
+        largest_write: Bytes of the largest tensor of the user's that it writes to and
+            that is not copied for it; None if no run has shown all that it writes to.
         redrawn: Its tapes with other seeds and updates, if these decide sizes.
     """
 
@@ -70,7 +70,7 @@ class Learned:
     num_updates: int = 0
     num_later_updates: int | None = None
     condition: bool | None = None
-    writes_large: bool | None = None
+    largest_write: int | None = None
     redrawn: list[Tape] = field(default_factory=list)
 
 

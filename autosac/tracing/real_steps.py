@@ -198,7 +198,7 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
             with follower:
                 run()
         follower.end()
-        step.learned.writes_large = bool(step.learned.writes_large)
+        step.learned.largest_write = step.learned.largest_write or 0
     except _Departed:
         pass
     except AutosacError:

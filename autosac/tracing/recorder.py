@@ -210,6 +210,7 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
 
     def _run_or_record(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an op, and record it if that is what a real step does."""
+        copies_on_write.before_op(func, args, kwargs)
         if self.muted:
             return self._unrecorded(func, args, kwargs)
         if self.phase == "backward":
@@ -360,7 +361,6 @@ class Recorder(_compat.PlainDispatchMode, SavedTensors):
         """Run an op of which no equal call is known."""
         if self.is_real:
             self._refuse_too_much()
-            copies_on_write.before_op(func, args, kwargs)
             return func(*args, **kwargs)
         mode = self.repeated.mode
         if self._is_count(func, args):

@@ -32,6 +32,7 @@ from autosac.devices.free_memory import available_bytes
 from autosac.errors import AutosacError, TraceError
 from autosac.lens.mode import lens
 from autosac.pytrees import held_tensors, module_tensors
+from autosac.step import copies_on_write
 from autosac.step.ledger import Ledger
 from autosac.step.random_streams import seeded_streams
 from autosac.step.tape import Parameter, Tape
@@ -275,6 +276,7 @@ def _run_on(
             left = recorder.left_alive(model)
         if step.learned.earlier:
             step.learned.kept_bytes.append(_kept_bytes(step, model, before, recorder))
+        step.learned.largest_write = step.learned.largest_write or 0
         return tape, left
 
 
@@ -361,6 +363,8 @@ def _train(
     kwargs: dict[str, Any],
 ) -> None:
     """Train real copies as often as is known of the step."""
+    if step.learned.num_updates:
+        copies_on_write.copy_all()
     for number in range(1, step.learned.num_updates + 1):
         try:
             training_step(
