@@ -30,7 +30,7 @@ from torch import nn
 
 import autosac
 from autosac.errors import AutosacError
-from autosac.verification.verifying import Recipe as Steps
+from autosac.verification.recipes import Recipe as Steps
 from autosac.verification.verifying import verify_each
 from benchmarks.environment import environment
 from benchmarks.judging.job import Limits

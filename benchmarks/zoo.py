@@ -31,7 +31,8 @@ from torch import nn
 from autosac import OptimizerInBackward, calibrate, floor
 from autosac.planning.make_plan import make_plan
 from autosac.units.matching import chosen_by
-from autosac.verification.verifying import Recipe, verify_each
+from autosac.verification.recipes import Recipe
+from autosac.verification.verifying import verify_each
 from benchmarks.environment import environment
 from benchmarks.models import Workload, zoo
 from benchmarks.models.workload import profile_of

@@ -14,7 +14,8 @@ from autosac.simulation.simulator import Simulator
 from autosac.tracing.trace import dry_run
 from autosac.units import curves
 from autosac.verification.measuring import measure_peak
-from autosac.verification.verifying import Recipe, verify_each
+from autosac.verification.recipes import Recipe
+from autosac.verification.verifying import verify_each
 from tests.models import Case, shared_profile
 from tests.training import assert_equal, train
 

@@ -13,7 +13,8 @@ from autosac.far_memory import FarMemory
 from autosac.graphs.optimizer_steps import captured_step
 from autosac.step.op_signatures import Copies
 from autosac.verification.measuring import differences
-from autosac.verification.verifying import Recipe, _measure
+from autosac.verification.recipes import Recipe
+from autosac.verification.verifying import _measure
 from tests.models import Case
 from tests.test_offloading import Stack, rows
 from tests.value_models import Peeks

@@ -26,7 +26,8 @@ from autosac.solving.rules_of_thumb import policy_saving
 from autosac.solving.step_model import Floor
 from autosac.units.far_units import FarUnit
 from autosac.units.policies import SAVE
-from autosac.verification.verifying import Recipe, verify_each
+from autosac.verification.recipes import Recipe
+from autosac.verification.verifying import verify_each
 from tests.far_choices import KINDS, far_choice, with_twins
 from tests.models import CASES, Case
 from tests.test_chains import Block, Noisy

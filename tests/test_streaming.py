@@ -15,7 +15,8 @@ from autosac.solving.incumbents import recompute_ms
 from autosac.solving.streaming import Streaming
 from autosac.units.policies import SAVE, Policy
 from autosac.units.streamed import letter, moved
-from autosac.verification.verifying import Recipe, verify_each
+from autosac.verification.recipes import Recipe
+from autosac.verification.verifying import verify_each
 from benchmarks.offload_rules import every_saved
 from tests import test_offloading as offloading
 from tests.models import Case

@@ -37,6 +37,21 @@ def before_op(func: Any, args: Any, kwargs: Any) -> None:
             copy()
 
 
+def are_larger(num_bytes: int) -> bool:
+    """Whether storages that wait are of more bytes in all."""
+    return sum(storage.nbytes() for storage, _ in _waiting.values()) > num_bytes
+
+
+class Watching(_compat.DispatchMode):
+    """Ops run as without it, behind the copies of what they write to."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        before_op(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
 def copy_all(most_bytes: int | None = None) -> None:
     """Ops are about to run that nobody looks at.
 

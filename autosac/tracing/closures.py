@@ -24,6 +24,7 @@ from autosac.tracing.learned import Learned
 from autosac.tracing.own_state import own_state_kept
 from autosac.tracing.reached_state import attributes_of
 
+_MOST_COPIED = 2**24  # bytes of a tensor
 _MOST_ITEMS = 1000  # of a container that is looked at
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
 _FUNCTIONS = (types.FunctionType, types.MethodType, partial)
@@ -137,8 +138,9 @@ class _Own:
             return False
         if id(value) in self.memo or isinstance(value, torch.nn.Module):
             return True
-        if isinstance(value, torch.Tensor):
-            return self.is_real
+        if isinstance(value, torch.Tensor):  # large ones, of other models, are put back
+            is_small = value.requires_grad or value.nbytes <= _MOST_COPIED
+            return self.is_real and is_small
         if id(value) in seen:
             return False
         seen.add(id(value))

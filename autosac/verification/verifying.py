@@ -9,7 +9,8 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from autosac.errors import ArgumentError, AutosacError, TraceError, UnsupportedError
 from autosac.progress import progress_bar
 from autosac.pytrees import held_tensors, module_tensors
-from autosac.quantities import format_bytes, format_ms, is_whole, whole_number
+from autosac.quantities import format_bytes, format_ms
 from autosac.step import copies_on_write
 from autosac.step.arguments import (
     check_loss_fn,
@@ -31,7 +32,6 @@ from autosac.step.optimizer_state import hook_tensors, optimizer_tensors
 from autosac.step.random_streams import random_streams_kept, seed_streams
 from autosac.step.reaching import reached
 from autosac.step.training_step import (
-    AnyOptimizer,
     LossFn,
     normalize_inputs,
     training_step,
@@ -52,11 +52,11 @@ from autosac.verification.planned_steps import (
     warn_of_another_loss,
     warn_of_another_optimizer,
 )
-
-MakeOptimizer = Callable[[Any], AnyOptimizer | None]
+from autosac.verification.recipes import MakeOptimizer, Recipe
 
 _R = TypeVar("_R")
 _ONLY_HERE = 2  # references: of a local name, and of an argument
+_MOST_COPIED = 2**24  # bytes of the user's own that each run copies, unseen
 _SETTLED = 4  # steps in which plans learn, and look at what the loop holds
 
 
@@ -222,34 +222,6 @@ def verify(
     return verify_each((plan,), recipe, progress=progress)[0]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
-    """How to train a model for a comparison; the arguments of `verify`."""
-
-    make_model: Callable[[], torch.nn.Module]
-    make_inputs: Callable[[], Any]
-    make_optimizer: MakeOptimizer | str | None = None
-    loss_fn: LossFn | None = None
-    steps: int = 2
-    seed: int = 0
-    timing_rounds: int = 3
-    extra_bytes: int | None = None
-    autocast: torch.dtype | None = None
-    accumulate: int = 1
-    clip_grad_norm: float | None = None
-    gradients_in_forward: bool = False
-    keeps_gradients: bool = False
-
-    def __post_init__(self) -> None:
-        numbers = [("steps", 1), ("timing_rounds", 0)]
-        if self.extra_bytes is not None:
-            numbers.append(("extra_bytes", 0))
-        for name, least in numbers:
-            whole_number(getattr(self, name), name=name, least=least)
-        if not is_whole(self.seed):
-            raise ArgumentError(f"`seed` must be a whole number, got {self.seed!r}.")
-
-
 def verify_each(
     plans: Sequence[AppliesToModel], recipe: Recipe, *, progress: bool | None = False
 ) -> tuple[Verification, ...]:
@@ -258,6 +230,7 @@ def verify_each(
     num_runs = (1 + len(plans)) * (1 + again)
     bar = progress_bar("Training to compare", num_runs, show=progress, at_once=True)
     with random_streams_kept(), bar as advance:
+        recipe = replace(recipe, largest_write=_largest_write(recipe))
         baseline, state = _measure(recipe, None)
         advance()
         measurements, differing = [], []
@@ -430,13 +403,33 @@ def _alone(use: Callable[[_Run, AppliesToModel | None], _R]) -> Callable[..., _R
         makers = (recipe.make_model, recipe.make_inputs, recipe.make_optimizer)
         with own_generators_kept(*makers, recipe.loss_fn):
             run = _Run(recipe, plan)
-            kinds = set(map(type, run.model.modules()))  # they name globals
-            state = own_state_kept(recipe.loss_fn, *kinds, memo={}, learned=Learned())
-            with state:
-                copies_on_write.copy_all()  # no mode looks at the ops
+            with _own_state_kept(run, Learned()):
+                copies_on_write.copy_all(recipe.largest_write)  # no mode looks at ops
                 return use(run, plan)
 
     return kept
+
+
+def _own_state_kept(run: _Run, learned: Learned) -> ExitStack:
+    kinds = set(map(type, run.model.modules()))  # they name globals
+    return own_state_kept(run.recipe.loss_fn, *kinds, memo={}, learned=learned)
+
+
+def _largest_write(recipe: Recipe) -> int | None:
+    """Bytes of the largest tensor of the user's that steps write to, if some are large.
+
+    Weights of another model, or data, are but read, and may be too large for a copy.
+    """
+    learned, makers = Learned(), (recipe.make_model, recipe.make_inputs)
+    with own_generators_kept(*makers, recipe.make_optimizer, recipe.loss_fn):
+        run = _Run(recipe, None)
+        with _own_state_kept(run, learned), copies_on_write.Watching():
+            if not copies_on_write.are_larger(_MOST_COPIED):
+                return None
+            for _ in range(recipe.steps):
+                run.step()
+                run.clear_gradients()
+    return learned.largest_write or 0
 
 
 @_alone

@@ -14,7 +14,7 @@ import autosac
 from autosac.cli import demo
 from autosac.step.training_step import normalize_inputs
 from autosac.storages import storage_bytes
-from autosac.verification.verifying import Recipe
+from autosac.verification.recipes import Recipe
 from benchmarks.comparing.profiles import budget_at
 from benchmarks.comparing.timing import measure
 from benchmarks.environment import MIB

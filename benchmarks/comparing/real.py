@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import autosac
-from autosac.verification.verifying import AppliesToModel, Recipe
+from autosac.verification.recipes import Recipe
+from autosac.verification.verifying import AppliesToModel
 from benchmarks.comparing.profiles import budget_at, calibrated_profile
 from benchmarks.comparing.timing import measure
 from benchmarks.environment import MIB

@@ -9,7 +9,8 @@ from autosac.cli.demo import GPT, Block, next_token_loss
 from autosac.planning import dry_running
 from autosac.units.curves import recompute_ms
 from autosac.units.policies import RERUN, SAVE
-from autosac.verification.verifying import Recipe, verify_each
+from autosac.verification.recipes import Recipe
+from autosac.verification.verifying import verify_each
 from benchmarks import rivals
 from benchmarks.comparing import zoo
 from benchmarks.rivals import sac_milp

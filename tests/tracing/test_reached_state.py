@@ -138,3 +138,37 @@ def test_a_dict_may_change_as_it_is_looked_at():
     finally:
         stop.set()
         thread.join()
+
+
+class Teacher:
+    def __init__(self):
+        self.weights, self.mean = torch.zeros(5 * 2**20), torch.zeros(())
+
+    def __call__(self, output):
+        self.mean.add_(1.0)
+        return mean_square(output) + self.weights[0] + self.mean
+
+
+def test_weights_of_another_model_are_never_copied(monkeypatch):
+    def keep_bytes(storage, stack):
+        copied.append(storage.nbytes())
+        keep(storage, stack)
+
+    def deepcopy(self, memo):
+        copied.append(self.nbytes)
+        return deep(self, memo)
+
+    copied = []
+    keep, deep = own_state._keep_bytes, torch.Tensor.__deepcopy__
+    monkeypatch.setattr(own_state, "_keep_bytes", keep_bytes)
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", deepcopy)
+    teacher, inputs = Teacher(), torch.ones(4, WIDTH)
+    make_model, make_inputs = lambda: nn.Linear(WIDTH, WIDTH), lambda: inputs
+    plan = autosac.plan(make_model(), inputs, memory_budget="1GiB", loss_fn=teacher)
+    result = autosac.verify(
+        plan, make_model=make_model, make_inputs=make_inputs, loss_fn=teacher
+    )
+    assert copied
+    assert max(copied) < teacher.weights.nbytes
+    assert not result.differences
+    assert teacher.mean == 0
