@@ -22,7 +22,7 @@ import torch
 from autosac.step.source_lines import is_users
 from autosac.tracing.learned import Learned
 from autosac.tracing.own_state import own_state_kept
-from autosac.tracing.reached_state import attributes_of
+from autosac.tracing.reached_state import ATOMS, attributes_of
 
 _MOST_COPIED = 2**24  # bytes of a tensor
 _MOST_ITEMS = 1000  # of a container that is looked at
@@ -134,7 +134,7 @@ class _Own:
 
     def _reaches(self, value: Any, seen: set[int], opens: bool = True) -> bool:
         """Whether something that a value reaches is copied."""
-        if id(value) in self.copies:  # such as what a method is of
+        if type(value) in ATOMS or id(value) in self.copies:  # as what a method is of
             return False
         if id(value) in self.memo or isinstance(value, torch.nn.Module):
             return True
@@ -159,6 +159,8 @@ class _Own:
         else:
             parts = []
         # Of all of them: what is met is put back.
+        if ATOMS.issuperset(map(type, parts)):
+            return False
         return any([self._reaches(part, seen, opens) for part in parts])
 
     def _met_in(self, function: types.FunctionType) -> list[Any]:

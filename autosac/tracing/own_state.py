@@ -79,10 +79,11 @@ def _keep(
     stack.enter_context(generators_kept(generators))
     copies = set(map(id, memo.values()))
     storages: set[int] = set()
+    put_back: list[Callable[[], object]] = []
+    stack.callback(_call_all, put_back)
     for value in reach.seen.values():
         if not isinstance(value, torch.Tensor):
-            for put_back in _restorers(value, reach.kind(value)):
-                stack.callback(put_back)
+            put_back += _restorers(value, reach.kind(value))
         elif memo.get(id(value), value) is value and (
             id(value) in memo or id(value) not in copies
         ):
@@ -91,6 +92,15 @@ def _keep(
         for name in names:
             old = namespace.get(name, EMPTY)
             stack.callback(_put_back_name, namespace, name, old)
+
+
+def _call_all(functions: list[Callable[[], object]]) -> None:
+    try:
+        while functions:
+            functions.pop()()
+    finally:
+        if functions:  # the others, if one fails
+            _call_all(functions)
 
 
 def _restorers(value: Any, kind: Kind) -> Iterator[Callable[[], object]]:
@@ -103,7 +113,7 @@ def _restorers(value: Any, kind: Kind) -> Iterator[Callable[[], object]]:
         return
     if kind.base not in (None, tuple):
         yield partial(_put_back_items, value, kind.base, _snapshot(value, kind.base))
-    if kind.is_machinery:
+    if kind.is_builtin or kind.is_machinery:
         return
     if isinstance(value, torch.nn.Module):
         yield partial(_empty, empty_parts_of(value))

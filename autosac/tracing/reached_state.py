@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -19,10 +20,14 @@ from autosac.step.source_lines import is_users
 # Those before dict and list are of these, too.
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
 # Nothing to look into, or of something that may be gone.
-_ATOMS = frozenset(
+ATOMS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, *weakref.ProxyTypes)
 )
 _MOST_OBJECTS = 100_000  # a tenth of a second
+_TOO_MANY = (
+    f"The loss and the model reach more than {_MOST_OBJECTS:,} objects: what a step"
+    " changes of the farthest is not put back after planning."
+)
 _LIBRARIES = ("site-packages", "dist-packages")
 # Other threads and processes go on with these while a step is planned.
 _MACHINERY = tuple(
@@ -82,20 +87,25 @@ class Reach:
         return self._kinds[kind]
 
     def _is_new(self, value: Any) -> bool:
-        is_full = len(self.seen) >= _MOST_OBJECTS
-        return not is_full and type(value) not in _ATOMS and id(value) not in self.seen
+        return type(value) not in ATOMS and id(value) not in self.seen
 
     def _look_at(self, rest: deque[Any]) -> None:
         """Look at the nearest first: there may be too many."""
         while rest:
             value = rest.popleft()
-            if self._is_new(value):
-                self.seen[id(value)] = value
-                rest += self._parts(value)
+            if type(value) in ATOMS or id(value) in self.seen:
+                continue
+            if len(self.seen) >= _MOST_OBJECTS:
+                warnings.warn(_TOO_MANY, stacklevel=2)
+                return
+            self.seen[id(value)] = value
+            rest += self._parts(value)
 
     def _parts(self, value: Any) -> list[Any]:
         """What an object reaches directly, as far as its code may change it."""
         kind = self.kind(value)
+        if kind.is_builtin:
+            return _items(value, kind.base)
         if not kind.is_plain:
             return self._parts_of_code(value)
         if kind.is_machinery:
@@ -173,6 +183,7 @@ class Kind:
         is_plain: Its objects are no code, tensors or generators.
         is_machinery: Other threads and processes go on with them.
         is_loop: They are trainers.
+        is_builtin: They are containers without attributes.
         base: Which container they are, whatever else the class does; or None.
         slots: Their slots.
     """
@@ -180,6 +191,7 @@ class Kind:
     is_plain: bool
     is_machinery: bool
     is_loop: bool
+    is_builtin: bool
     base: Any
     slots: tuple[Any, ...]
 
@@ -191,6 +203,7 @@ class Kind:
             is_plain=not issubclass(kind, _NOT_PLAIN),
             is_machinery=_comes_from(kind, _MACHINERY),
             is_loop=not is_module and _comes_from(kind, _LOOPS),
+            is_builtin=kind in _CONTAINERS and kind is not OrderedDict,
             base=next((base for base in _CONTAINERS if issubclass(kind, base)), None),
             slots=_slots(kind),
         )
@@ -260,7 +273,7 @@ def _items(value: Any, base: Any) -> list[Any]:
     held = [list(base.__iter__(value))]
     if issubclass(base, dict):
         held.append(list(base.values(value)))
-    return [v for part in held if not _ATOMS.issuperset(map(type, part)) for v in part]
+    return [v for part in held if not ATOMS.issuperset(map(type, part)) for v in part]
 
 
 def _comes_from(kind: type, modules: tuple[str, ...]) -> bool:

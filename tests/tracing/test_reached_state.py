@@ -172,3 +172,39 @@ def test_weights_of_another_model_are_never_copied(monkeypatch):
     assert max(copied) < teacher.weights.nbytes
     assert not result.differences
     assert teacher.mean == 0
+
+
+class Meter:
+    def __init__(self):
+        self.count = 0
+
+    def update(self, output):
+        self.count += 1
+        return mean_square(output)
+
+
+class BesideData:
+    def __init__(self):
+        self.meter = Meter()
+        self.data = [[(i, j) for j in range(300)] for i in range(400)]
+
+    def loss(self, output):
+        return self.meter.update(output)
+
+
+def test_what_is_near_is_put_back_beside_much_data():
+    beside = BesideData()
+    with pytest.warns(UserWarning, match="more than 100,000 objects"):
+        profile(beside.loss)
+    assert beside.meter.count == 0
+
+
+def test_items_of_large_containers_and_keys_are_put_back():
+    meters, by_meter = {i: Meter() for i in range(1500)}, {Meter(): 1}
+    (key,) = by_meter
+
+    def loss_fn(output):
+        return meters[3].update(output) + next(iter(by_meter)).update(output)
+
+    profile(loss_fn)
+    assert meters[3].count == key.count == 0
