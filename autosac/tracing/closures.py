@@ -65,7 +65,9 @@ def own_functions(
     if isinstance(optimizer, torch.optim.Optimizer):
         own.exchange_in(vars(optimizer))
     own_loss = own.of(loss_fn)
-    reaching = (original, loss_fn, optimizer, *own.met.values())
+    # Containers are reached from these, behind what is nearer.
+    met = [v for v in own.met.values() if type(v) not in _CONTAINERS]
+    reaching = (original, loss_fn, optimizer, *met)
     kept = own_state_kept(*reaching, memo=memo, learned=learned)
     return own_loss, kept
 

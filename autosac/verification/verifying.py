@@ -420,12 +420,13 @@ def _largest_write(recipe: Recipe) -> int | None:
 
     Weights of another model, or data, are but read, and may be too large for a copy.
     """
+    with own_state_kept(recipe.loss_fn, memo={}, learned=Learned()):
+        if not copies_on_write.are_larger(_MOST_COPIED):
+            return None
     learned, makers = Learned(), (recipe.make_model, recipe.make_inputs)
     with own_generators_kept(*makers, recipe.make_optimizer, recipe.loss_fn):
         run = _Run(recipe, None)
         with _own_state_kept(run, learned), copies_on_write.Watching():
-            if not copies_on_write.are_larger(_MOST_COPIED):
-                return None
             for _ in range(recipe.steps):
                 run.step()
                 run.clear_gradients()
