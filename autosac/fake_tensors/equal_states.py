@@ -5,7 +5,7 @@ A large model has a thousand parameters and a dozen kinds of them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -32,10 +32,16 @@ class EqualStates:
 
     Args:
         mode: The fake tensor mode of the trace.
+        note: Told of each tensor that is made, and of what it is like.
     """
 
-    def __init__(self, mode: Any) -> None:
+    def __init__(
+        self,
+        mode: Any,
+        note: Callable[[torch.Tensor, torch.Tensor], object] = lambda *_: None,
+    ) -> None:
         self._mode = mode
+        self._note = note
         self._known: dict[Hashable, dict[str, Any]] = {}
 
     def kind(
@@ -81,9 +87,14 @@ class EqualStates:
         if state is None:
             return None
         return {
-            name: made_like(self._mode, v) if isinstance(v, torch.Tensor) else v
+            name: self._made_like(v) if isinstance(v, torch.Tensor) else v
             for name, v in state.items()
         }
+
+    def _made_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        made = made_like(self._mode, tensor)
+        self._note(made, tensor)
+        return made
 
 
 def _layout(tensor: torch.Tensor | None) -> Hashable:

@@ -17,7 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autosac import _compat, _compat_fakes
 from autosac.pytrees import tensors_in
-from autosac.step.training_step import AnyOptimizer
+from autosac.step.training_step import AnyOptimizer, OptimizerInBackward
 
 _aten = torch.ops.aten
 _SET = frozenset({_aten.copy_.default, _aten.fill_.Scalar, _aten.fill_.Tensor})
@@ -76,13 +76,20 @@ class ReadNumbers:
             copied: The one that steps.
         """
         # PyTorch's own take norms of tensors, as `Adafactor` does, but do not branch.
-        module = f"{type(copied).__module__}."
-        self._only_scales = module.startswith("torch.optim.")
+        optimizers: list[Any] = [copied]
+        if isinstance(copied, OptimizerInBackward):
+            optimizers = [*copied.optimizers.values()]
+        modules = (f"{type(one).__module__}." for one in optimizers)
+        self._only_scales = all(m.startswith("torch.optim.") for m in modules)
         copies = _options_and_state(copied)
         originals = _options_and_state(original) or copies
         for own, copy in zip(originals, copies, strict=False):
             if own.numel() == copy.numel() == 1 and not own.is_meta:
                 self._note(copy, self._held_by(own))
+
+    def note_like(self, tensor: torch.Tensor, other: torch.Tensor) -> None:
+        """A tensor holds what another one does."""
+        self._note(tensor, self._numbers.get(other.untyped_storage()))
 
     def _note(self, tensor: torch.Tensor, number: Any) -> None:
         storage = tensor.untyped_storage()
@@ -130,7 +137,7 @@ def _tensor(number: Any, dtype: torch.dtype) -> torch.Tensor:
 
 def _options_and_state(optimizer: Any) -> list[torch.Tensor]:
     """Tensors of an optimizer by their order, without those that it trains."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, (torch.optim.Optimizer, OptimizerInBackward)):
         return []
     options = [
         [value for name, value in group.items() if name != "params"]

@@ -226,7 +226,7 @@ def make_states(recorder: Recorder, optimizer: OptimizerInBackward) -> None:
     def end(*_: Any) -> None:
         recorder.phase = "backward"
 
-    equal_states = EqualStates(recorder.repeated.mode)
+    equal_states = EqualStates(recorder.repeated.mode, recorder.numbers.note_like)
     watch(recorder, optimizer)
     recorder.muted = True
     are_plain = all(map(_keeps_state_only, optimizer.optimizers.values()))
@@ -288,7 +288,10 @@ def enter_steady_state(
     recorder.muted = True
     with _gradients_of_earlier_steps(recorder, model):
         if _keeps_state_only(optimizer):
-            _make_state(EqualStates(recorder.repeated.mode), optimizer)
+            _make_state(
+                EqualStates(recorder.repeated.mode, recorder.numbers.note_like),
+                optimizer,
+            )
         else:
             settle(recorder, optimizer, optimizer.step)
     recorder.muted = False

@@ -239,10 +239,9 @@ def test_layouts_of_meta_kernels_are_those_of_fake_kernels(
     func, *rest = call
     kwargs = rest.pop() if isinstance(rest[-1], dict) else {}
     args = tuple(map(argument, rest))
-    result = run_op(
-        func, args, kwargs, [a for a in args if isinstance(a, torch.Tensor)]
-    )
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
     with mode:
+        result = run_op(func, args, kwargs, tensors)
         expected = real_layouts.on_cpu(func, args, func(*args, **kwargs))
 
     result, expected = (
