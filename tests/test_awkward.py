@@ -81,6 +81,7 @@ def train(case, policies):
     return states, attributes(model)
 
 
+@pytest.mark.filterwarnings("ignore:The first step takes")
 @pytest.mark.slow_but_first
 @each_habit
 def test_the_simulated_peak_is_the_dry_runs_byte_for_byte(name):
