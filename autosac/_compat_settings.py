@@ -116,9 +116,10 @@ def _present() -> list[Any]:
     number = _C._current_graph_task_id()
     if number == -1:
         return all_settings()
-    if number != _of_backward[0]:
-        _of_backward = number, all_settings()
-    return _of_backward[1]
+    known = _of_backward  # another thread may replace it
+    if number != known[0]:
+        known = _of_backward = number, all_settings()
+    return known[1]
 
 
 def with_settings(

@@ -22,13 +22,16 @@ import torch
 from autosac.step.source_lines import is_users
 from autosac.tracing.learned import Learned
 from autosac.tracing.own_state import own_state_kept
-from autosac.tracing.reached_state import ATOMS, attributes_of
+from autosac.tracing.reached_state import (
+    ATOMS,
+    FUNCTIONS,
+    attributes_of,
+    contents_of,
+)
 
 _MOST_COPIED = 2**24  # bytes of a tensor
 _MOST_ITEMS = 1000  # of a container that is looked at
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
-_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
-_EMPTY = object()
 
 
 def own_functions(
@@ -94,15 +97,15 @@ class _Own:
     def exchange_in(self, attributes: dict[str, Any]) -> None:
         """Exchange functions among attributes of a copied module, and in containers."""
         for name, value in list(attributes.items()):
-            if isinstance(value, _FUNCTIONS):
+            if isinstance(value, FUNCTIONS):
                 attributes[name] = self.of(value)
             elif isinstance(value, dict):
                 for key, item in list(value.items()):
-                    if isinstance(item, _FUNCTIONS):
+                    if isinstance(item, FUNCTIONS):
                         value[key] = self.of(item)
             elif isinstance(value, list):
                 for index, item in enumerate(value):
-                    if isinstance(item, _FUNCTIONS):
+                    if isinstance(item, FUNCTIONS):
                         value[index] = self.of(item)
 
     def of(self, value: Any, *, opens: bool = True) -> Any:
@@ -170,7 +173,7 @@ class _Own:
         cells = function.__closure__ or ()
         self.met[id(function)] = function
         self.met.update({id(cell): cell for cell in cells})
-        parts = [*map(_contents, cells), *_named_globals(function).values()]
+        parts = [*map(contents_of, cells), *_named_globals(function).values()]
         return [*parts, function.__defaults__, function.__kwdefaults__]
 
     def _deepcopy(self, value: Any) -> Any:
@@ -207,7 +210,7 @@ class _Own:
         """A function of cells and a namespace, which then get what they hold."""
         kept = []
         for cell, own_cell in zip(function.__closure__ or (), own_cells, strict=True):
-            is_own = id(cell) in self.cells or self._reaches(_contents(cell), set())
+            is_own = id(cell) in self.cells or self._reaches(contents_of(cell), set())
             kept.append(own_cell if is_own else cell)
         made = types.FunctionType(
             function.__code__, namespace, function.__name__, None, tuple(kept) or None
@@ -216,7 +219,7 @@ class _Own:
         for cell, own_cell in zip(function.__closure__ or (), kept, strict=True):
             if own_cell is not cell and id(cell) not in self.cells:
                 self.cells[id(cell)] = own_cell
-                own_cell.cell_contents = self.of(_contents(cell))
+                own_cell.cell_contents = self.of(contents_of(cell))
         for name, value in names.items():
             namespace[name] = self.of(value)
         made.__defaults__ = self.of(function.__defaults__)
@@ -251,18 +254,11 @@ def _is_plain_object(value: Any) -> bool:
     kind: Any = type(value)
     others = (type, types.ModuleType, torch.nn.Module, torch.optim.Optimizer)
     return (
-        not issubclass(kind, (*others, *_FUNCTIONS))
+        not issubclass(kind, (*others, *FUNCTIONS))
         and kind.__new__ is object.__new__
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__dictoffset__ != 0
     )
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return _EMPTY
 
 
 def _named_globals(function: types.FunctionType) -> dict[str, Any]:
@@ -280,7 +276,7 @@ def _is_looked_at(value: Any, namespace: dict[str, Any]) -> bool:
         return False
     if isinstance(value, types.FunctionType):
         return value.__globals__ is namespace
-    kinds = (torch.nn.Module, torch.Tensor, *_FUNCTIONS, *_CONTAINERS)
+    kinds = (torch.nn.Module, torch.Tensor, *FUNCTIONS, *_CONTAINERS)
     return issubclass(type(value), kinds) or _is_plain_object(value)
 
 

@@ -37,10 +37,10 @@ def covering(planned: Tape, *earlier: Tape) -> Tape:
         np.maximum.at(excess, places, highest - most[places])
     begins = np.flatnonzero(np.diff(excess, prepend=0))
     ends = np.append(ticks, planned.num_ticks)[np.append(begins, len(ticks))[1:]]
-    found = zip(ticks[begins], ends, excess[begins], strict=True)
+    excesses = zip(ticks[begins], ends, excess[begins], strict=True)
     return replace(
         planned,
-        earlier=tuple(Excess(*map(int, row)) for row in found if row[2]),
+        earlier=tuple(Excess(*map(int, row)) for row in excesses if row[2]),
         earlier_tapes=earlier,
     )
 

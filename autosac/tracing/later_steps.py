@@ -71,7 +71,7 @@ def changed_number(before: Numbers, after: Numbers) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class Allocations:
     """What one of the steps allocates.
 
     Attributes:
@@ -92,7 +92,7 @@ class Made:
         """By the peak, and if that is the same by all that it allocates."""
         return self.peak_bytes, sum(self.nbytes)
 
-    def covers(self, other: Made) -> bool:
+    def covers(self, other: Allocations) -> bool:
         """Whether it allocates the same at least, in order, with as much alive.
 
         Sizes may grow, as over a queue that fills, only if there are as many.
@@ -105,7 +105,7 @@ class Made:
         )  # each is looked for behind the one before
 
 
-def made_by_steps(ledger: Ledger, begins: Sequence[int]) -> list[Made]:
+def allocations_of_steps(ledger: Ledger, begins: Sequence[int]) -> list[Allocations]:
     """What each of some steps allocates.
 
     Args:
@@ -113,15 +113,15 @@ def made_by_steps(ledger: Ledger, begins: Sequence[int]) -> list[Made]:
         begins: The first storage of each step, and where the last one ends.
     """
     timeline = ledger.timeline()
-    made = []
+    steps = []
     for first, stop in pairwise(begins):
         own = first + np.flatnonzero(ledger.born[first:stop])  # not what it only met
         columns = (ledger.nbytes[own], timeline.at(ledger.born[own]))
-        made.append(Made(*(tuple(column.tolist()) for column in columns)))
-    return made
+        steps.append(Allocations(*(tuple(column.tolist()) for column in columns)))
+    return steps
 
 
-def dearest(made: Sequence[Made], begin: int, counts: str | None) -> list[int]:
+def dearest(steps: Sequence[Allocations], begin: int, counts: str | None) -> list[int]:
     """Steps that differ, those of the highest peaks first, as steps that come before.
 
     The first of them is the one to plan, behind those in which queues fill. The very
@@ -129,29 +129,29 @@ def dearest(made: Sequence[Made], begin: int, counts: str | None) -> list[int]:
     the last of all differ, that is said.
 
     Args:
-        made: What each step allocates.
+        steps: What each step allocates.
         begin: Steps before those to choose from.
         counts: The number by which they may differ, if there is one.
     """
-    number = max(range(begin, len(made)), key=lambda n: made[n].order, default=begin)
-    if counts and made[-2].nbytes != made[-1].nbytes:
+    number = max(range(begin, len(steps)), key=lambda n: steps[n].order, default=begin)
+    if counts and steps[-2].nbytes != steps[-1].nbytes:
         warn(
             f"`{counts}` changes with every step, and so does what a step allocates,"
-            f" beyond the first {len(made)}: later ones may take more than planned."
+            f" beyond the first {len(steps)}: later ones may take more than planned."
             " Plan with modules as they are late in the training."
         )
-    kinds = [n for n in (number, 0) if n < len(made)]
-    for n in sorted(range(1, len(made)), key=lambda n: made[n].order, reverse=True):
-        if not any(made[kind].covers(made[n]) for kind in kinds):
+    kinds = [n for n in (number, 0) if n < len(steps)]
+    for n in sorted(range(1, len(steps)), key=lambda n: steps[n].order, reverse=True):
+        if not any(steps[kind].covers(steps[n]) for kind in kinds):
             kinds.append(n)
     others = kinds[2:]
     left = others[_MOST_COVERED:]
     if left:
-        most = format_bytes(made[left[0]].peak_bytes)
+        most = format_bytes(steps[left[0]].peak_bytes)
         warn(
-            f"Of the first {len(made)} steps, {len(left)} more do other things than"
+            f"Of the first {len(steps)} steps, {len(left)} more do other things than"
             f" those that plans cover: they take up to {most} in forward and backward"
-            f" ({format_bytes(made[number].peak_bytes)} the planned one), which may be"
+            f" ({format_bytes(steps[number].peak_bytes)} the planned one), which may be"
             " more than planned. Budget for that, or let fewer kinds of steps differ."
         )
     return [number, *others[:_MOST_COVERED]]

@@ -16,7 +16,7 @@ import torch
 from autosac import _compat
 from autosac.fake_tensors.repeated_calls import KnownCalls
 from autosac.step.tape import Tape
-from autosac.tracing.later_steps import Made
+from autosac.tracing.later_steps import Allocations
 
 
 class Retrace(BaseException):
@@ -37,7 +37,7 @@ class Learned:
         earlier: Steps that come before it and make what modules keep for later ones.
         covered: Other steps whose memory its tape has as well, as how many come before.
         kept_bytes: What modules keep after each of these, and after the step.
-        made: What each of these allocated.
+        allocations: What each of these allocated.
         trained: Parameters, by their places, of which these made gradients.
         counts: An attribute of a module that each step changes, such as a count of
             steps, by which what it does may depend on how many there were; or None.
@@ -61,7 +61,7 @@ class Learned:
     earlier: int = 0
     covered: tuple[int, ...] = (0,)
     kept_bytes: list[int] = field(default_factory=list)
-    made: list[Made] = field(default_factory=list)
+    allocations: list[Allocations] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
     counts: str | None = None
     beside: tuple[int, ...] = ()

@@ -24,7 +24,7 @@ from autosac.step.random_streams import GENERATORS, generators_kept
 from autosac.tracing.learned import Learned
 from autosac.tracing.reached_state import (
     EMPTY,
-    Kind,
+    ClassTraits,
     Reach,
     attributes_of,
     content_of,
@@ -83,7 +83,7 @@ def _keep(
     stack.callback(_call_all, put_back)
     for value in reach.seen.values():
         if not isinstance(value, torch.Tensor):
-            put_back += _restorers(value, reach.kind(value))
+            put_back += _restorers(value, reach.traits(value))
         elif memo.get(id(value), value) is value and (
             id(value) in memo or id(value) not in copies
         ):
@@ -103,17 +103,19 @@ def _call_all(functions: list[Callable[[], object]]) -> None:
             _call_all(functions)
 
 
-def _restorers(value: Any, kind: Kind) -> Iterator[Callable[[], object]]:
+def _restorers(value: Any, traits: ClassTraits) -> Iterator[Callable[[], object]]:
     """What puts an object back to how it is now."""
-    if not kind.is_plain:
+    if not traits.is_plain:
         if isinstance(value, types.CellType):
             yield partial(_put_back_cell, value, contents_of(value))
         elif isinstance(value, type) and not is_of_library(value):
             yield partial(_put_back_members, value, dict(vars(value)))
         return
-    if kind.base not in (None, tuple):
-        yield partial(_put_back_items, value, kind.base, _snapshot(value, kind.base))
-    if kind.is_builtin or kind.is_machinery:
+    if traits.base not in (None, tuple):
+        yield partial(
+            _put_back_items, value, traits.base, _snapshot(value, traits.base)
+        )
+    if traits.is_builtin or traits.is_machinery:
         return
     if isinstance(value, torch.nn.Module):
         yield partial(_empty, empty_parts_of(value))
@@ -121,7 +123,7 @@ def _restorers(value: Any, kind: Kind) -> Iterator[Callable[[], object]]:
         yield partial(_put_back_items, attributes, dict, attributes.copy())
     elif type(value).__dictoffset__:
         yield partial(_clear, value)
-    for slot in kind.slots:
+    for slot in traits.slots:
         yield partial(_put_back_slot, value, slot, content_of(value, slot))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autosac.step.arguments import warn
 from autosac.step.random_streams import GENERATORS
 from autosac.step.source_lines import is_users
 
@@ -23,7 +23,7 @@ _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
 ATOMS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, *weakref.ProxyTypes)
 )
-_MOST_OBJECTS = 100_000  # a tenth of a second
+_MOST_OBJECTS = 100_000  # some 0.4 s for each look
 _TOO_MANY = (
     f"The loss and the model reach more than {_MOST_OBJECTS:,} objects: what a step"
     " changes of the farthest is not put back after planning."
@@ -42,8 +42,8 @@ _MACHINERY = tuple(
 _LOOPS = ("accelerate.", "lightning.", "pytorch_lightning.", "transformers.trainer.")
 _OF_MODULES = frozenset(vars(torch.nn.Module()))
 EMPTY = object()
-_FUNCTIONS = (types.FunctionType, types.MethodType, partial)
-_MEMBERS = (*_FUNCTIONS, staticmethod, classmethod, property)
+FUNCTIONS = (types.FunctionType, types.MethodType, partial)
+_MEMBERS = (*FUNCTIONS, staticmethod, classmethod, property)
 _NOT_PLAIN: tuple[Any, ...] = (
     *(*_MEMBERS, *GENERATORS, types.CellType, type, types.ModuleType),
     torch.Tensor,
@@ -68,7 +68,7 @@ class Reach:
         self.names: set[str] = set()
         self.loops: list[Any] = []
         self.roots = set(map(id, roots))
-        self._kinds: dict[type, Kind] = {}
+        self._traits: dict[type, ClassTraits] = {}
         rest = deque(roots)
         while rest:
             self._look_at(rest)
@@ -79,12 +79,12 @@ class Reach:
                 if (name in self.names or _is_users(value)) and self._is_new(value)
             )
 
-    def kind(self, value: Any) -> Kind:
+    def traits(self, value: Any) -> ClassTraits:
         """What is known of the class of an object."""
         kind = type(value)
-        if kind not in self._kinds:
-            self._kinds[kind] = Kind.of(kind)
-        return self._kinds[kind]
+        if kind not in self._traits:
+            self._traits[kind] = ClassTraits.of(kind)
+        return self._traits[kind]
 
     def _is_new(self, value: Any) -> bool:
         return type(value) not in ATOMS and id(value) not in self.seen
@@ -96,25 +96,25 @@ class Reach:
             if type(value) in ATOMS or id(value) in self.seen:
                 continue
             if len(self.seen) >= _MOST_OBJECTS:
-                warnings.warn(_TOO_MANY, stacklevel=2)
+                warn(_TOO_MANY)
                 return
             self.seen[id(value)] = value
             rest += self._parts(value)
 
     def _parts(self, value: Any) -> list[Any]:
         """What an object reaches directly, as far as its code may change it."""
-        kind = self.kind(value)
-        if kind.is_builtin:
-            return _items(value, kind.base)
-        if not kind.is_plain:
+        traits = self.traits(value)
+        if traits.is_builtin:
+            return _items(value, traits.base)
+        if not traits.is_plain:
             return self._parts_of_code(value)
-        if kind.is_machinery:
+        if traits.is_machinery:
             return []
-        if kind.is_loop:
+        if traits.is_loop:
             self.loops.append(value)
             return [type(value)]
-        parts = [type(value), *_items(value, kind.base), *_inner(value)]
-        return [*parts, *_contents_of(value, kind.slots)]
+        parts = [type(value), *_items(value, traits.base), *_inner(value)]
+        return [*parts, *_contents_of(value, traits.slots)]
 
     def _parts_of_code(self, value: Any) -> list[Any]:
         """What a function, a class or a part of one reaches directly."""
@@ -176,7 +176,7 @@ class Reach:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ClassTraits:
     """What is known of a class.
 
     Attributes:
@@ -196,7 +196,7 @@ class Kind:
     slots: tuple[Any, ...]
 
     @classmethod
-    def of(cls, kind: type) -> Kind:
+    def of(cls, kind: type) -> ClassTraits:
         """What is known of a class."""
         is_module = issubclass(kind, torch.nn.Module)
         return cls(
@@ -296,7 +296,7 @@ def is_of_library(value: Any) -> bool:
 
 def _is_users(value: Any) -> bool:
     """Whether an object is a function, or of a class, that is no library's."""
-    return type(value) in _FUNCTIONS or not is_of_library(type(value))
+    return type(value) in FUNCTIONS or not is_of_library(type(value))
 
 
 def _is_library(module: types.ModuleType) -> bool:

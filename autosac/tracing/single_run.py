@@ -55,9 +55,9 @@ from autosac.tracing.failures import explanation, too_large
 from autosac.tracing.first_steps import covering
 from autosac.tracing.later_steps import (
     MOST_EARLIER,
+    allocations_of_steps,
     changed_number,
     dearest,
-    made_by_steps,
     num_until_full,
     numbers_of,
 )
@@ -163,7 +163,7 @@ def _later(
             if until == 0:
                 learned.earlier = 0
                 return tape
-            number, *others = dearest([*learned.made], until, counts)
+            number, *others = dearest([*learned.allocations], until, counts)
             if others or number > 1:
                 numbers = [*others, number]  # the planned one last: it stays learned
                 tapes |= {n: behind(n) for n in numbers if n not in tapes}
@@ -310,7 +310,7 @@ def _take_earlier_steps(
     columns = (recorder.born, recorder.deaths(), recorder.nbytes)
     born, died, nbytes = (np.array(column, dtype=np.int64) for column in columns)
     ledger = Ledger(born=born, died=died, nbytes=nbytes)
-    learned.made = made_by_steps(ledger, begins)
+    learned.allocations = allocations_of_steps(ledger, begins)
 
 
 def _kept_bytes(step: Step, model: torch.nn.Module, *recorders: Recorder) -> int:

@@ -10,7 +10,7 @@ from torch import nn
 
 import autosac
 from autosac.step.training_step import training_step
-from autosac.tracing.later_steps import Made, dearest
+from autosac.tracing.later_steps import Allocations, dearest
 from tests.models import Case
 from tests.training import assert_equal, peaks_of_training, train
 
@@ -226,7 +226,7 @@ def test_the_step_of_the_highest_peak_is_covered_though_others_allocate_more():
 def made(*nbytes, left_bytes=0):
     """A step of storages that die at once, behind others that have left some."""
     live_bytes = tuple(left_bytes + n for n in nbytes)
-    return Made(nbytes, live_bytes)
+    return Allocations(nbytes, live_bytes)
 
 
 def test_the_dearest_step_is_planned_and_other_kinds_are_told():
