@@ -446,9 +446,9 @@ class RerunMode(_compat.PlainDispatchMode):
         if not _compat_dispatch.is_plain(type(tensor)):
             return True
         if isinstance(part.source, Result):
-            if id(part.source) in self.skipped:
+            if id(part.source) not in self.results:
                 return self._has_outlived(part, part.source, tensor)
-            key, layout = self.results.get(id(part.source), (0, ()))
+            key, layout = self.results[id(part.source)]
         else:
             whole = self._whole(part)
             key, layout = key_of(whole), layout_of(whole)

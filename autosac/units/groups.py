@@ -125,12 +125,23 @@ class TapeIndex:
             for i, op in enumerate(tape.ops)
             if op.varies
             or op.name.rpartition(".")[0] in NEVER_RERUN
+            or self._is_foreign_literal(op)
             or not decisions.isdisjoint((*op.creates, *op.writes))
         }
         for call in tape.calls if self.opaque else ():
             if call.module in self.opaque:
                 fixed.update(self.ops_in(call.enter, call.exit))
         return fixed | self._filled_unseen()
+
+    def _is_foreign_literal(self, op: Op) -> bool:
+        """Whether Python made a tensor in memory of others, such as an array of NumPy.
+
+        A rerun makes its numbers anew, in memory that counts.
+        """
+        created = [self.tape.storages[s] for s in op.creates]
+        return op.name == "aten.lift_fresh.default" and not any(
+            s.nbytes for s in created
+        )
 
     def _filled_unseen(self) -> set[int]:
         """Ops that make empty memory which the next op that computes reads."""
