@@ -11,6 +11,7 @@ from autosac.cli.demo import GPT
 from autosac.planning import dry_running
 from autosac.planning.spelling import spell_out
 from autosac.simulation.simulator import Simulator
+from autosac.solving.rules_of_thumb import policy_saving
 from autosac.tracing.trace import dry_run
 from autosac.units import curves
 from autosac.verification.measuring import measure_peak
@@ -666,3 +667,41 @@ def test_a_chain_of_the_saved_plan_is_found_again(tmp_path):
     model = case.model()
     loaded.apply(model)
     assert_equal(train(case, case.model()), train(case, model))
+
+
+class Branches(nn.Module):
+    """Adds what its branches return, which its variables may hold until it returns."""
+
+    def __init__(self, holds):
+        super().__init__()
+        self.holds = holds
+        self.branches = nn.ModuleList(
+            nn.Sequential(nn.Tanh(), nn.GELU(), nn.Linear(WIDTH, 16 * WIDTH))
+            for _ in range(4)
+        )
+        self.last = nn.Sequential(nn.Linear(16 * WIDTH, WIDTH), nn.Tanh(), nn.GELU())
+
+    def forward(self, x):
+        total, held = 0, []
+        for branch in self.branches:
+            made = branch(x)
+            total = total + made
+            if self.holds:
+                held.append(made)
+        return self.last(total)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+@pytest.mark.parametrize("saves", [False, True])
+def test_a_nest_holds_what_its_parts_return_as_long_as_its_code_does(saves, holds):
+    # The second layer has gradients when the first one's branches run again.
+    def make_model():
+        return nn.Sequential(Branches(holds), nn.Linear(WIDTH, 99 * WIDTH))
+
+    traced = Case(make_model, lambda: torch.randn(99, WIDTH)).profile()
+    (nest,) = (unit for unit in traced.chains if unit.around)
+    needed = {g for g, group in enumerate(nest.groups) if group.needed}
+
+    policy = policy_saving(nest, needed if saves else ())
+
+    assert not dry_running.difference_in_dry_run(traced, {nest: policy})

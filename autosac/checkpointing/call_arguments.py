@@ -107,22 +107,29 @@ def put_together(template: Any) -> Any:
     return map_nested(template, Handed, give)
 
 
+# What graphs of aliases begin with: they hold it, where they would hold the memory of
+# a tensor that requires a gradient itself.
+_BEGINNING = torch.empty(0, device="cpu", requires_grad=True)
+
+
 class _Alias(torch.autograd.Function):
     """A tensor's memory behind a graph of its own; no view: these cannot be changed."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, beginning: torch.Tensor
+    ) -> torch.Tensor:
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
+        return None, None  # nobody asks for it
 
 
 def as_result(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor that requires a gradient and is no leaf, cut off from its graph."""
     with torch.enable_grad():
-        alias: torch.Tensor = _Alias.apply(tensor.detach().requires_grad_())
+        alias: torch.Tensor = _Alias.apply(tensor.detach(), _BEGINNING)
     return alias
 
 

@@ -137,20 +137,21 @@ class Effects:
     def _onward(self, piece: Piece) -> _Onward:
         """A piece that only makes what later pieces get (cached)."""
         assert piece.leave is not None
-        key = (piece.unit, piece.choices, piece.leave)
+        key = (piece.unit, piece.choices, piece.leave, piece.outputs_until)
         if key not in self._onwards:
             self._onwards[key] = self._work_onward(piece, piece.leave)
         return self._onwards[key]
 
     def _work_onward(self, piece: Piece, leave: int) -> _Onward:
-        onward = _Onward()
+        onward, outputs = _Onward(), piece.unit.call.outputs
         for group, choice in zip(piece.groups, piece.choices, strict=True):
             if choice == SAVE:
                 onward.saved += group.storages
             elif choice == RERUN:
                 for storage in group.storages:
                     record = self._tape.storages[storage]
-                    end = min(record.died, leave)
+                    until = piece.outputs_until if storage in outputs else leave
+                    end = min(record.died, max(leave, until))
                     onward.remade.append((record.born, end, storage))
                 ops = (piece.unit.ops[i] for i in group.ops)
                 onward.works += self._reruns.workspaces(ops, 0)

@@ -107,6 +107,7 @@ class Chain(Unit):
 
     def schedule(self, policy: Policy) -> tuple[Piece, ...]:
         parts = self.parts(policy)
+        last_enter = self.blocks[-1].unit.call.enter
         pieces = [
             Piece(
                 unit=block.unit,
@@ -115,6 +116,7 @@ class Chain(Unit):
                 trigger=self.trigger,
                 enter=self.call.enter,
                 leave=block.unit.call.exit,
+                outputs_until=last_enter if self._glue else 0,
             )
             for block, part in parts[:-1]
         ]
@@ -126,7 +128,7 @@ class Chain(Unit):
                     choices=RERUN * len(self._glue),
                     trigger=self.trigger,
                     enter=self.call.enter,
-                    leave=self.blocks[-1].unit.call.enter,
+                    leave=last_enter,
                 )
             )
         for block, part in parts:

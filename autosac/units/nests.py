@@ -100,8 +100,11 @@ def _nest(
         )
         blocks.append(replace(block, relayed=relayed))
     groups = joined_groups(index, parts, around.ops.start, around.saved, around.trigger)
+    last_enter = parts[-1].call.enter
+    outputs = [tape.storages[s] for part in parts for s in part.call.outputs]
     key = (
         placed(blocks),
+        tuple(min(s.died, last_enter) - around.call.enter for s in outputs),
         tuple(group.saved_bytes for group in groups),
         tuple((group.ops, group.runtime_ms) for group in glue),
         len(around.call.inputs),

@@ -31,6 +31,8 @@ class Piece:
         enter: and the tick of forward that its beginning repeats.
         leave: Of a piece that only makes what later pieces get: the tick of forward at
             which it ends; autograd keeps nothing of it. None for the others.
+        outputs_until: Until then what it returns may live on, for the code between the
+            pieces reads it.
         relayed: Arguments that earlier pieces make. None if the piece ends with its
             last saved tensor, as nobody needs what it makes after that.
         far: Arguments that lie in far memory,
@@ -46,6 +48,7 @@ class Piece:
     trigger: int
     enter: int
     leave: int | None = None
+    outputs_until: int = 0
     relayed: tuple[int, ...] | None = None
     far: tuple[int, ...] = ()
     results: tuple[int, ...] = ()
