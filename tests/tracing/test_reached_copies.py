@@ -100,6 +100,11 @@ def closed_over(model):
     return lambda: reset_all(modules)
 
 
+def weak_attributes(model):
+    model.others = [weakref.ref(module) for module in leaky(model)]
+    return lambda: reset_all(other() for other in model.others)
+
+
 def a_global_name(model):
     globals()["MODEL"] = model
     return lambda: reset_all(leaky(MODEL))
@@ -109,7 +114,7 @@ NAMED, KEYED, METHODS = {}, {}, []
 MODEL = None
 WEAK, WEAKLY_NAMED = weakref.WeakSet(), weakref.WeakValueDictionary()
 WAYS = [listed_by_class, named, keyed, weakly_held, weakly_named, with_methods]
-WAYS += [closed_over, a_global_name]
+WAYS += [closed_over, weak_attributes, a_global_name]
 
 
 def model_that_resets(reach):
