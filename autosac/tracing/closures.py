@@ -12,7 +12,7 @@ import copy
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,11 +20,14 @@ from typing import Any
 import torch
 
 from autosac.step.source_lines import is_users
+from autosac.tracing import memoized
 from autosac.tracing.learned import Learned
-from autosac.tracing.own_state import own_state_kept
+from autosac.tracing.own_state import reached_state_kept
+from autosac.tracing.reached_copies import copy_of, hold_copies, warns_of_writes
 from autosac.tracing.reached_state import (
     ATOMS,
     FUNCTIONS,
+    Reach,
     attributes_of,
     contents_of,
 )
@@ -60,6 +63,7 @@ def own_functions(
         A loss that reaches them, too; and what puts back, as it closes, what functions
         and the objects that they reach may write to.
     """
+    copies = dict(memo)
     own = _Own(memo, is_real)
     users = {id(module) for module in original.modules()}
     for module in model.modules():
@@ -70,8 +74,16 @@ def own_functions(
     own_loss = own.of(loss_fn)
     # Containers are reached from these, behind what is nearer.
     met = [v for v in own.met.values() if type(v) not in _CONTAINERS]
-    reaching = (original, loss_fn, optimizer, *met)
-    kept = own_state_kept(*reaching, memo=memo, learned=learned)
+    reach = Reach((original, loss_fn, optimizer, *met))
+    kept = reached_state_kept(reach, memo, learned)
+    of_modules = [v for module in original.modules() for v in vars(module).values()]
+    try:
+        hold_copies(reach, copies, {*copies, *map(id, of_modules), *own.copies})
+        kept.callback(memoized.forget_copies, reach.seen.values(), copies)
+        kept.push(warns_of_writes(original, copies))
+    except BaseException:
+        kept.close()
+        raise
     return own_loss, kept
 
 
@@ -95,18 +107,23 @@ class _Own:
         self.unchanged: set[int] = set()
 
     def exchange_in(self, attributes: dict[str, Any]) -> None:
-        """Exchange functions among attributes of a copied module, and in containers."""
-        for name, value in list(attributes.items()):
-            if isinstance(value, FUNCTIONS):
-                attributes[name] = self.of(value)
-            elif isinstance(value, dict):
-                for key, item in list(value.items()):
-                    if isinstance(item, FUNCTIONS):
-                        value[key] = self.of(item)
+        """Exchange functions and weak references among attributes of a copied module.
+
+        Also those in containers.
+        """
+        self._exchange(attributes, attributes.items())
+        for value in list(attributes.values()):
+            if isinstance(value, dict):
+                self._exchange(value, value.items())
             elif isinstance(value, list):
-                for index, item in enumerate(value):
-                    if isinstance(item, FUNCTIONS):
-                        value[index] = self.of(item)
+                self._exchange(value, enumerate(value))
+
+    def _exchange(self, container: Any, items: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in list(items):
+            if isinstance(value, FUNCTIONS):
+                container[key] = self.of(value)
+            elif isinstance(value, weakref.ref):
+                container[key] = copy_of(value, self.memo)
 
     def of(self, value: Any, *, opens: bool = True) -> Any:
         """What stands for a value where the copies run; often the value itself.

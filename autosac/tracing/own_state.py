@@ -52,19 +52,26 @@ def own_state_kept(
     memo: dict[int, Any],
     learned: Learned,
 ) -> ExitStack:
+    """What puts back all that objects reach: see `reached_state_kept`."""
+    return reached_state_kept(Reach(reaching), memo, learned)
+
+
+def reached_state_kept(
+    reach: Reach, memo: dict[int, Any], learned: Learned
+) -> ExitStack:
     """What puts back, as it closes, all that functions and objects reach as it is now.
 
     Attributes, items, variables, generators, and values of tensors. Until then leaves
     have no gradient: a step would add to the user's.
 
     Args:
-        reaching: Functions, modules and other objects.
+        reach: What functions, modules and other objects reach.
         memo: Copies by the addresses of what is copied, and runs in place of it.
         learned: Told how large the tensors are that a step writes to.
     """
     stack = ExitStack()
     try:
-        _keep(Reach(reaching), memo, stack, learned)
+        _keep(reach, memo, stack, learned)
     except BaseException:  # such as too little memory
         stack.close()
         raise
@@ -84,14 +91,22 @@ def _keep(
     for value in reach.seen.values():
         if not isinstance(value, torch.Tensor):
             put_back += _restorers(value, reach.traits(value))
-        elif memo.get(id(value), value) is value and (
-            id(value) in memo or id(value) not in copies
-        ):
+        elif _is_kept(value, memo, copies):
             _keep_tensor(value, stack, storages, learned)
     for namespace, names in reach.namespaces.values():
         for name in names:
             old = namespace.get(name, EMPTY)
-            stack.callback(_put_back_name, namespace, name, old)
+            stack.callback(set_name, namespace, name, old)
+
+
+def _is_kept(tensor: torch.Tensor, memo: dict[int, Any], copies: set[int]) -> bool:
+    """Whether a tensor is the user's, and not one of many that have copies.
+
+    Buffers are: code that nobody follows may write to them all the same.
+    """
+    if memo.get(id(tensor), tensor) is not tensor:
+        return not tensor.requires_grad and not isinstance(tensor, torch.nn.Parameter)
+    return id(tensor) in memo or id(tensor) not in copies
 
 
 def _call_all(functions: list[Callable[[], object]]) -> None:
@@ -107,24 +122,22 @@ def _restorers(value: Any, traits: ClassTraits) -> Iterator[Callable[[], object]
     """What puts an object back to how it is now."""
     if not traits.is_plain:
         if isinstance(value, types.CellType):
-            yield partial(_put_back_cell, value, contents_of(value))
+            yield partial(set_cell, value, contents_of(value))
         elif isinstance(value, type) and not is_of_library(value):
-            yield partial(_put_back_members, value, dict(vars(value)))
+            yield partial(set_members, value, dict(vars(value)))
         return
     if traits.base not in (None, tuple):
-        yield partial(
-            _put_back_items, value, traits.base, _snapshot(value, traits.base)
-        )
+        yield partial(set_items, value, traits.base, snapshot(value, traits.base))
     if traits.is_builtin or traits.is_machinery:
         return
     if isinstance(value, torch.nn.Module):
         yield partial(_empty, empty_parts_of(value))
     if attributes := attributes_of(value):
-        yield partial(_put_back_items, attributes, dict, attributes.copy())
+        yield partial(set_items, attributes, dict, attributes.copy())
     elif type(value).__dictoffset__:
         yield partial(_clear, value)
     for slot in traits.slots:
-        yield partial(_put_back_slot, value, slot, content_of(value, slot))
+        yield partial(set_slot, value, slot, content_of(value, slot))
 
 
 def _keep_tensor(
@@ -191,14 +204,14 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _put_back_cell(cell: types.CellType, contents: Any) -> None:
+def set_cell(cell: types.CellType, contents: Any) -> None:
     if contents is not EMPTY:
         cell.cell_contents = contents
     elif contents_of(cell) is not EMPTY:
         del cell.cell_contents
 
 
-def _put_back_name(names: dict[str, Any], name: str, old: Any) -> None:
+def set_name(names: dict[str, Any], name: str, old: Any) -> None:
     if names.get(name, EMPTY) is old:
         return
     if old is EMPTY:
@@ -207,7 +220,7 @@ def _put_back_name(names: dict[str, Any], name: str, old: Any) -> None:
         names[name] = old
 
 
-def _put_back_members(kind: type, old: dict[str, Any]) -> None:
+def set_members(kind: type, old: dict[str, Any]) -> None:
     for name in [name for name in vars(kind) if name not in old]:
         type.__delattr__(kind, name)
     for name, value in old.items():
@@ -215,7 +228,7 @@ def _put_back_members(kind: type, old: dict[str, Any]) -> None:
             type.__setattr__(kind, name, value)
 
 
-def _put_back_slot(value: Any, slot: Any, content: Any) -> None:
+def set_slot(value: Any, slot: Any, content: Any) -> None:
     if content_of(value, slot) is content:
         return
     if content is EMPTY:
@@ -234,9 +247,9 @@ def _empty(containers: list[dict[Any, Any]]) -> None:
         container.clear()
 
 
-def _put_back_items(value: Any, base: Any, old: Any) -> None:
+def set_items(value: Any, base: Any, old: Any) -> None:
     """Fill a container again, past what its class does with items."""
-    if _is_same(_snapshot(value, base), old):
+    if _is_same(snapshot(value, base), old):
         return
     base.clear(value)
     if issubclass(base, dict):
@@ -248,7 +261,7 @@ def _put_back_items(value: Any, base: Any, old: Any) -> None:
         base.extend(value, old)
 
 
-def _snapshot(value: Any, base: Any) -> Any:
+def snapshot(value: Any, base: Any) -> Any:
     """Items as they are now, taken at once: threads may change a container."""
     if base is dict:
         return dict.copy(value)

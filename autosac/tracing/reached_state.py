@@ -19,6 +19,8 @@ from autosac.step.source_lines import is_users
 
 # Those before dict and list are of these, too.
 _CONTAINERS: tuple[Any, ...] = (OrderedDict, dict, list, deque, set, tuple)
+_WEAK = (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+_REGISTRIES = frozenset((dict, list, deque, set, *_WEAK))
 # Nothing to look into, or of something that may be gone.
 ATOMS = frozenset(
     (type(None), bool, int, float, complex, str, bytes, *weakref.ProxyTypes)
@@ -143,8 +145,10 @@ class Reach:
             for function in functions:
                 if isinstance(function, types.FunctionType):
                     self.names |= _names(function.__code__)
-        if is_of_library(value):
-            return []
+        if is_of_library(value):  # which may list the instances of its class
+            is_module = issubclass(value, torch.nn.Module)
+            members = vars(value).values() if is_module else ()
+            return [*value.__bases__, *(v for v in members if type(v) in _REGISTRIES)]
         return [*value.__bases__, *vars(value).values()]
 
     def _parts_of_function(self, function: types.FunctionType) -> list[Any]:
