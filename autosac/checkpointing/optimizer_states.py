@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -43,9 +45,7 @@ class OptimizerStates(AfterSteps[Counts]):
     def __init__(self, forward: Counts) -> None:
         super().__init__(forward)
         self._looks: Counter[int] = Counter()
-        self._states: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped, of this model or of another one."""
@@ -58,25 +58,59 @@ class OptimizerStates(AfterSteps[Counts]):
             self.is_done = True
             return
         parameters = {id(p): p for p in forward.module.parameters()}
-        states = [s for p, s in optimizer.state.items() if id(p) in parameters]
-        if not states:
+        if not any(id(p) in parameters for p in optimizer.state):
             self._count_other()
             return
         self._looks[id(optimizer)] += 1
-        device = next(iter(parameters.values())).device
-        kept = held_tensors(states, dict(parameters), in_objects=False)
-        others = [t for p in parameters.values() for t in (p, p.grad) if t is not None]
-        self._states[optimizer] = storage_bytes(
-            [*others, *kept], device=device
-        ) - storage_bytes(others, device=device)
-        kept_bytes = sum(self._states.values())
+        self._stepped.add(optimizer)
+        keeping = self._keeping(parameters)
+        kept_bytes = sum(keeping.values())
         little_bytes = _LITTLE * storage_bytes(parameters.values())
         self.is_done = self._looks[id(optimizer)] == _MOST_LOOKS
         if kept_bytes - planned_bytes > little_bytes:
             self.is_done = True
+            names = " and ".join(keeping)
             warn(
-                f"{type(optimizer).__name__} keeps {format_bytes(kept_bytes)} of state,"
-                f" and the plan counts {format_bytes(planned_bytes)}: the peak is"
-                " higher by the difference. Plan again with the `optimizer` that is"
-                " used."
+                f"{names} keep{'s' * (len(keeping) == 1)} {format_bytes(kept_bytes)} of"
+                f" state, and the plan counts {format_bytes(planned_bytes)}: the peak"
+                " is higher by the difference. Plan again with the `optimizer` that is"
+                " used, or lower `memory_budget` by it."
             )
+
+    def _keeping(self, parameters: dict[int, torch.nn.Parameter]) -> dict[str, int]:
+        """Class of each optimizer that keeps state of parameters -> its bytes.
+
+        An optimizer around another one has state of its own, and may never step. It may
+        also hand its copy of a parameter back as the parameter, as SAM does before the
+        other one steps: there nothing but the parameter is left of two.
+        """
+        device = next(iter(parameters.values())).device
+        counted = [t for p in parameters.values() for t in (p, p.grad) if t is not None]
+        copies: list[torch.Tensor] = []
+        keeping: dict[str, int] = {}
+        # What has stepped comes first, and has no copy of a parameter.
+        for optimizer in sorted(_optimizers(), key=lambda o: o not in self._stepped):
+            states = [s for p, s in _state(optimizer).items() if id(p) in parameters]
+            kept = held_tensors(states, dict(parameters), in_objects=False)
+            seen = counted if optimizer in self._stepped else copies
+            kept_bytes = storage_bytes([*seen, *kept], device=device) - storage_bytes(
+                seen, device=device
+            )
+            if kept_bytes:
+                name = type(optimizer).__name__
+                keeping[name] = keeping.get(name, 0) + kept_bytes
+            counted += kept
+            copies += kept
+        return keeping
+
+
+def _optimizers() -> list[torch.optim.Optimizer]:
+    """All that live."""
+    kind = torch.optim.Optimizer
+    return [one for one in gc.get_objects() if issubclass(type(one), kind)]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    """Its own; not that of another one inside of it, which a property may hand on."""
+    state = getattr(optimizer, "__dict__", {}).get("state")
+    return state if isinstance(state, Mapping) else {}

@@ -143,6 +143,7 @@ def parallel(
                     **step.parts(), **step.options, **given, **typed, **far
                 )
             else:
+                _check_slices(typed["mesh"], cluster, gpus)
                 plan = autosac.plan_pipeline(
                     **step.pipeline(), **typed, **stages, **far
                 )
@@ -184,6 +185,18 @@ def _stages(
     if stages_per_rank:
         stages["stages_per_rank"] = stages_per_rank
     return stages
+
+
+def _check_slices(
+    mesh: dict[str, int | None] | None, cluster: str, num_gpus: int | None
+) -> None:
+    """Refuse slices that fit no node, before a factory is asked for a target."""
+    # With torch, which is slow to import.
+    from autosac.parallel.mesh_racing import read_degrees
+    from autosac.parallel.preparing import cluster_of
+
+    spec = cluster_of(cluster, num_gpus)
+    read_degrees((mesh or {}).get("tp", 1), None, False, spec)
 
 
 @app.command("min-gpus", epilog=EPILOG, rich_help_panel=_PANEL)
@@ -230,6 +243,7 @@ def min_gpus(
                     **step.parts(), **step.options, **given, **typed
                 )
             else:
+                _check_slices(degrees, cluster, None)
                 fewest = autosac.min_gpus(
                     **step.pipeline(), **typed, **stages, mesh=degrees,
                     tp_plan=tp_plan or None, loss_parallel=loss_parallel,

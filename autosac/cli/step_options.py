@@ -236,11 +236,18 @@ def read_mesh(typed: str) -> dict[str, int | None] | None:
         is_open = size in ("", "any")
         if not equals or not (is_open or size.isdecimal()):
             raise UsageError(f"--mesh {typed}: write tp=8, or tp=any.")
-        degrees[dimension.strip()] = None if is_open else int(size)
+        name = dimension.strip()
+        if name not in _DIMENSIONS:
+            raise UsageError(
+                f"--mesh {typed}: its dimensions are {', '.join(_DIMENSIONS)}, and"
+                f" {name!r} is none of them."
+            )
+        degrees[name] = None if is_open else int(size)
     return degrees or None
 
 
 _OF_STAGES = ("pp", "replicate", "fsdp")
+_DIMENSIONS = (*_OF_STAGES, "cp", "tp")
 
 
 def asks_for_stages(mesh: dict[str, int | None] | None, **only_then: Any) -> bool:
@@ -253,7 +260,15 @@ def asks_for_stages(mesh: dict[str, int | None] | None, **only_then: Any) -> boo
     Raises:
         UsageError: They are given without stages.
     """
-    if mesh is not None and any(name in mesh for name in _OF_STAGES):
+    of_stages = [name for name in _OF_STAGES if name in (mesh or {})]
+    if of_stages and "pp" not in of_stages:
+        names = " and ".join(of_stages)
+        raise UsageError(
+            f"--mesh has {names}, for ranks of a pipeline's stage: add pp, such as"
+            " --mesh pp=any,fsdp=any,tp=any. Without pp, leave"
+            f" {names} out: all GPUs share the parameters."
+        )
+    if of_stages:
         return True
     for name, value in only_then.items():
         if value:

@@ -31,7 +31,9 @@ _NOT_TYPED = {  # what only Python can pass, and what is typed instead
     r"torch\.bfloat16, 'bfloat16' or 'bf16'": "bfloat16 or bf16",
     r"`autosac\.compile\(.*?\)`": "`autosac compile`",
     r"`make_model`": "The factory",
+    r"\bNone tries all\b": "any tries all",  # degrees of --mesh
 }
+_MESH = re.compile(r"(mesh=)?\{('(?:pp|replicate|fsdp|cp|tp)': [^{}]*)\}")
 _NAMED = re.compile(
     r"`(?:--)?(\w[\w-]*)`(?:=('[^']*'|\"[^\"]*\"|\S+?(?=[.,:;]?(?:\s|$))))?"
 )
@@ -79,9 +81,17 @@ def as_typed(message: str) -> str:
     """
     for pattern, typed in _NOT_TYPED.items():
         message = re.sub(pattern, typed, message)
+    message = _MESH.sub(_degrees, message)
     first, *others = _SENTENCES.split(message)
     typed_ones = [one for one in others if not _names_what_is_not_typed(one)]
     return _NAMED.sub(_option, " ".join([first, *typed_ones]))
+
+
+def _degrees(match: re.Match[str]) -> str:
+    """Degrees by dimension, as they are typed."""
+    typed = match[2].replace("None", "any").replace("...", "N")
+    typed = typed.replace("'", "").replace(": ", "=").replace(", ", ",")
+    return f"--mesh {typed}" if match[1] else typed
 
 
 def _names_what_is_not_typed(sentence: str) -> bool:

@@ -11,7 +11,8 @@ backward, so that those of the step before are alive in forward; loss and forwar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +20,13 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import _MockOptimizer
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn.parallel import DistributedDataParallel
 
 from autosac.checkpointing.batch_variants import steps_by_hand
-from autosac.errors import UnsupportedError
+from autosac.errors import InfeasibleBudgetError, UnsupportedError
 from autosac.integrations.budgets import (
     SCALER_BYTES,
     BudgetCallback,
@@ -60,23 +61,35 @@ class MemoryBudget(BudgetCallback, Callback):
     """
 
     _begin_step: Callable[..., None] | None = None
+    _has_run = False
+    _callbacks: Sequence[Any] = ()
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse what cannot be planned; plan on the first batch.
+    def setup(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str | None = None
+    ) -> None:
+        """Plan each training of this fit on its first batch.
 
-        A step begins where the strategy is told so, behind the module's own hooks,
-        which may thaw parameters.
+        A training begins, steps and ends where the strategy is told so: behind the
+        module's own hooks, which may thaw parameters, and in the trials of a finder
+        too, which takes all callbacks from the trainer for these.
         """
-        _refuse(trainer, pl_module)
-        strategy = trainer.strategy
-        own = strategy.on_train_batch_start
+        if stage != "fit":
+            return
+        self._clean_up(pl_module)
+        self._callbacks, self._has_run = vars(trainer)["callbacks"], False
+        hooks: dict[str, Callable[..., None]] = {
+            "on_train_start": lambda: self._begin_training(trainer, pl_module),
+            "on_train_batch_start": lambda batch, batch_idx, *_: self._begin(
+                trainer, pl_module, batch, batch_idx
+            ),
+            "on_train_end": lambda: self._end_training(pl_module),
+        }
+        for name, hook in hooks.items():
+            self._undo.append(_call_behind(trainer.strategy, name, hook))
 
-        def on_train_batch_start(batch: Any, batch_idx: int, *others: Any) -> None:
-            own(batch, batch_idx, *others)
-            self._begin(trainer, pl_module, batch, batch_idx)
-
-        strategy.__dict__["on_train_batch_start"] = on_train_batch_start
-        self._undo.append(lambda: strategy.__dict__.pop("on_train_batch_start"))
+    def _begin_training(self, trainer: Trainer, module: LightningModule) -> None:
+        self._end_training(module)  # a trial that ran out of memory has not ended
+        _refuse(trainer, module, self._callbacks)
 
     def _begin(
         self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
@@ -84,13 +97,22 @@ class MemoryBudget(BudgetCallback, Callback):
         """Plan on the first batch; every step follows the plan for its own."""
         inputs = arguments_of_step(module, batch, batch_idx)
         if self._begin_step is None:
-            self._begin_step = self._apply(trainer, module, inputs)
+            searches_sizes = self._has_run and not vars(trainer)["callbacks"]
+            with _told_to_finder(searches_sizes=searches_sizes):
+                self._begin_step = self._apply(trainer, module, inputs)
+            self._has_run = True
         elif trainer.global_step:
-            self.look_at_callbacks(vars(trainer)["callbacks"], module)
+            self.look_at_callbacks(self._callbacks, module)
         self._begin_step(*inputs)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave the module as it was found."""
+        """Leave the module as it was found, before its own hook."""
+        self._end_training(pl_module)
+
+    def teardown(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str
+    ) -> None:
+        """Leave the strategy as it was found."""
         self._clean_up(pl_module)
 
     def on_exception(
@@ -106,10 +128,15 @@ class MemoryBudget(BudgetCallback, Callback):
         loop = loop_of(
             trainer,
             replica,
+            self._callbacks,
             optimizer=trainer.optimizers[0],
             exclude=self.exclude,
             opaque=self.opaque,
         )
+        if self not in vars(trainer)["callbacks"]:
+            # A finder of learning rates holds what generators were before its trial.
+            others_bytes = loop.scalars_bytes + torch.get_rng_state().nbytes
+            loop = replace(loop, scalars_bytes=others_bytes)
         batches = [inputs, *self._worst(trainer, inputs)]
         plan = plan_loss(
             module,
@@ -121,9 +148,9 @@ class MemoryBudget(BudgetCallback, Callback):
         plan.apply(module)
         self.callbacks_bytes = loop.callbacks_bytes
         self.plan = replace(plan, replan=None)  # which keeps the trainer alive
-        for logger in trainer.loggers:
+        for logger in trainer.loggers:  # none that keeps anything in a trial
             logger.log_metrics(figures(self.plan), step=trainer.global_step)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and self in vars(trainer)["callbacks"]:
             self.report(summary(self.plan, replica))
         return steps_by_hand(module)
 
@@ -139,12 +166,45 @@ class MemoryBudget(BudgetCallback, Callback):
         batch = trainer.strategy.batch_to_device(batch)
         return [(on_device(batch, trainer.strategy.root_device), *inputs[1:])]
 
-    def _clean_up(self, module: LightningModule) -> None:
+    def _end_training(self, module: LightningModule) -> None:
         if self._begin_step is not None and self.plan is not None:
             self.plan.unapply(module)
         self._begin_step = None
+
+    def _clean_up(self, module: LightningModule) -> None:
+        self._end_training(module)
+        self._callbacks = ()
         while self._undo:
             self._undo.pop()()
+
+
+def _call_behind(
+    strategy: Strategy, name: str, hook: Callable[..., None]
+) -> Callable[[], object]:
+    """Call something behind a hook of a strategy; what is returned undoes it."""
+    own = getattr(strategy, name)
+
+    def both(*args: Any) -> None:
+        own(*args)
+        hook(*args)
+
+    strategy.__dict__[name] = both
+    return lambda: strategy.__dict__.pop(name, None)
+
+
+@contextmanager
+def _told_to_finder(*, searches_sizes: bool) -> Iterator[None]:
+    """Let a finder go back to a smaller batch where no plan fits a larger one.
+
+    Source:
+        lightning 2.6, pytorch/utilities/memory.py, `is_cuda_out_of_memory`.
+    """
+    try:
+        yield
+    except InfeasibleBudgetError as error:
+        if not searches_sizes:
+            raise
+        raise RuntimeError(f"As with CUDA out of memory: {error}") from error
 
 
 def arguments_of_step(
@@ -161,12 +221,15 @@ def arguments_of_step(
     return (batch, batch_idx) if takes_idx else (batch,)
 
 
-def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
+def loop_of(
+    trainer: Trainer, replica: Replica, callbacks: Sequence[Any], **options: Any
+) -> Loop:
     """How a trainer runs a step.
 
     Args:
         trainer: The trainer.
         replica: What DDP adds.
+        callbacks: Of the trainer; in a trial of a finder, those that it has put aside.
         options: As in `profile`, besides what the trainer says.
     """
     clips_norm = str(trainer.gradient_clip_algorithm or "norm") == "norm"
@@ -176,12 +239,10 @@ def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
         # Of a dataset without a length it fetches a batch ahead, to the CPU.
         num_other_batches=int(trainer.strategy.root_device.type == "cpu"),
         scalars_bytes=Loop.scalars_bytes + (SCALER_BYTES if scales else 0),
-        callbacks_bytes=bytes_of_callbacks(
-            vars(trainer)["callbacks"], trainer.lightning_module
-        ),
+        callbacks_bytes=bytes_of_callbacks(callbacks, trainer.lightning_module),
         replica=replica,
         options={
-            "accumulate": _most_accumulated(trainer),
+            "accumulate": _most_accumulated(trainer, callbacks),
             # Clipping by value takes no memory.
             "clip_grad_norm": (clips_norm and trainer.gradient_clip_val) or None,
             "gradients_in_forward": True,
@@ -192,9 +253,8 @@ def loop_of(trainer: Trainer, replica: Replica, **options: Any) -> Loop:
     )
 
 
-def _most_accumulated(trainer: Trainer) -> int:
+def _most_accumulated(trainer: Trainer, callbacks: Sequence[Any]) -> int:
     """The most micro-steps of an optimizer step, now or later."""
-    callbacks = vars(trainer)["callbacks"]
     schedules = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
     later = [num for schedule in schedules for num in schedule.scheduling.values()]
     return max(trainer.accumulate_grad_batches, *later, 1)
@@ -256,7 +316,9 @@ def _loss(output: Any) -> torch.Tensor:
     return loss
 
 
-def _refuse(trainer: Trainer, module: LightningModule) -> None:
+def _refuse(
+    trainer: Trainer, module: LightningModule, callbacks: Sequence[Any]
+) -> None:
     """Refuse settings of the trainer that a plan could not keep its word under.
 
     Raises:
@@ -279,7 +341,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
     )
     refuse(
         {
-            **several(vars(trainer)["callbacks"]),
+            **several(callbacks),
             moves: not is_whole,
             names: records,
             **refused_settings(module),

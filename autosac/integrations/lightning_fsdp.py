@@ -90,7 +90,13 @@ def plan_and_shard(
         optimizers, _ = _init_optimizers_and_lr_schedulers(module)
         replica = Replica(module=module)
         return replace(
-            loop_of(trainer, replica, device=spec.device, optimizer=optimizers[0]),
+            loop_of(
+                trainer,
+                replica,
+                vars(trainer)["callbacks"],
+                device=spec.device,
+                optimizer=optimizers[0],
+            ),
             forward=lambda module: _ShardedStep(module, trainer, replica),
         )
 

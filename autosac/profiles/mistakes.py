@@ -46,6 +46,28 @@ def check_unsharded(model: torch.nn.Module) -> None:
             )
 
 
+def warn_of_batches_ahead(optimizer: object, device_type: str) -> None:
+    """Warn of what Accelerate's loaders hold, where its optimizer is planned with.
+
+    Args:
+        optimizer: As passed to `profile`; what `plan_replicas` passes is unwrapped.
+        device_type: Where the model trains: to a GPU a batch is moved when its step
+            begins.
+
+    Source:
+        accelerate 1.15, data_loader.py, `DataLoaderShard.__iter__`.
+    """
+    if device_type == "cpu" and type(optimizer).__name__ == "AcceleratedOptimizer":
+        warn(
+            "`optimizer` is one that Accelerate has prepared, whose loaders fetch a"
+            " batch ahead, which on the CPU lies beside that of the step and is not in"
+            " this plan: the peak is higher by it. Plan with"
+            " `autosac.plan_replicas(..., loader=loader)`, which leaves room for it in"
+            " one process, too; or pass `optimizer.optimizer` if no such loader is"
+            " used."
+        )
+
+
 def warn_of_summed_outputs(model: torch.nn.Module, tape: Tape) -> None:
     """Warn if outputs that are no loss were summed for want of a loss.
 

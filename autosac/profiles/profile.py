@@ -24,6 +24,7 @@ from autosac.profiles.mistakes import (
     check_options,
     check_unplanned,
     check_unsharded,
+    warn_of_batches_ahead,
     warn_of_other_formulas,
     warn_of_summed_outputs,
 )
@@ -184,6 +185,7 @@ def read_step(
     arguments.check_inputs(model, args, kwargs)
     arguments.check_loss_fn(loss_fn)
     spec, lens = planned_device(model, device)
+    warn_of_batches_ahead(optimizer, spec.type)
     step = Step(
         model=model,
         args=args,

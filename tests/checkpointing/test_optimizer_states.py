@@ -2,6 +2,7 @@
 
 import copy
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -51,6 +52,53 @@ def test_state_that_a_plan_counts_is_not_said(optimizer):
     plan.unapply(model)
 
     train(model, adamw(model))  # warnings fail tests
+
+
+class Around(torch.optim.Optimizer):
+    """Copies parameters before a second backward pass, as SAM; never steps itself."""
+
+    def __init__(self, parameters, base):
+        super().__init__(parameters, {})
+        self.base = base
+        self.param_groups = base.param_groups
+
+    def first_step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["old"] = parameter.data.clone()
+            parameter.data.add_(parameter.grad)
+        self.zero_grad()
+
+    def second_step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.hand_back(parameter)
+        self.base.step()
+        self.zero_grad()
+
+    def hand_back(self, parameter):
+        parameter.data = self.state[parameter]["old"]
+
+    def step(self):
+        pass
+
+
+class AroundInPlace(Around):
+    def hand_back(self, parameter):
+        parameter.data.copy_(self.state[parameter]["old"])
+
+
+@pytest.mark.parametrize("kind", [Around, AroundInPlace])
+@pytest.mark.parametrize("is_base_planned", [True, False])
+def test_state_of_an_optimizer_around_another_one_is_said(kind, is_base_planned):
+    sgd = partial(torch.optim.SGD, momentum=0.9)
+    _, model = planned(sgd if is_base_planned else None)
+    outer = kind(model.parameters(), sgd(model.parameters()))
+    # Four layers of 32 x 32 weights and 32 biases: 16.5 KiB of copies and of momentum.
+    counted = "16.5 KiB" if is_base_planned else "0 B"
+    said = rf"SGD and {kind.__name__} keep 33\.0 KiB of state, .* counts {counted}:"
+    with pytest.warns(UserWarning, match=said):
+        for step in (outer.first_step, outer.second_step):
+            model(torch.ones(8, WIDTH)).sum().backward()
+            step()
 
 
 def test_optimizers_of_other_models_and_of_models_without_a_plan_are_left_alone():

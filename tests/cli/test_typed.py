@@ -207,3 +207,35 @@ def test_a_full_standard_output_is_named(option):
     assert done.returncode == cli.EXIT_ERROR
     assert done.stderr.splitlines()[0].endswith("No space left on device: 'stdout'")
     assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("command", ["parallel", "min-gpus"])
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ("pp=2,tp=3", "--mesh has tp=3, which must divide the 8 GPUs of a node; any"),
+        ("pp=2,tp=0", "--mesh has tp=0, which must divide the 8 GPUs of a node; any"),
+        ("pp=2,fsdp=2,tp=7", "--mesh has tp=7, which must divide the 8"),
+        ("xx=2", "its dimensions are pp, replicate, fsdp, cp, tp, and 'xx' is none"),
+        (
+            "tp=any,fsdp=2",
+            "--mesh has fsdp, for ranks of a pipeline's stage: add",
+        ),
+    ],
+)
+def test_a_mesh_is_refused_in_words_that_can_be_typed(command, mesh, said):
+    # A factory without a target, which is not what is wrong first.
+    result = run(command, MLP, "-b", "1GiB", "--cluster", "hgx-h100", "--mesh", mesh)
+
+    assert result.exit_code == cli.EXIT_USAGE
+    assert said in result.stderr
+    assert "None" not in result.stderr
+    assert "`" not in result.stderr
+
+
+def test_degrees_that_a_message_asks_for_are_those_that_are_typed():
+    know_options([])
+    message = "Pass mesh={'tp': 2}, or {'tp': None}; mesh={'fsdp': ..., 'pp': 2} else."
+    assert as_typed(message) == (
+        "Pass --mesh tp=2, or tp=any; --mesh fsdp=N,pp=2 else."
+    )

@@ -12,6 +12,12 @@ from tests.alive import tensors_alive, tensors_since
 
 lightning = pytest.importorskip("lightning.pytorch")
 
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BatchSizeFinder,
+    LearningRateFinder,
+)
+from lightning.pytorch.tuner import Tuner  # noqa: E402
+
 from autosac.integrations.lightning import MemoryBudget  # noqa: E402
 
 pytestmark = [
@@ -396,8 +402,9 @@ def test_hooks_of_the_pytorch_profiler_are_refused():
     profiler = Mock(lightning.profilers.PyTorchProfiler, _register=object())
     strategy = lightning.strategies.SingleDeviceStrategy(torch.device("cpu"))
     trainer = SimpleNamespace(strategy=strategy, profiler=profiler, callbacks=[])
+    silent("1GiB").setup(trainer, Network(), "fit")
     with pytest.raises(NotImplementedError, match="record_module_names=False"):
-        silent("1GiB").on_train_start(trainer, Network())
+        strategy.on_train_start()
 
 
 class Untrained(Network):
@@ -461,3 +468,86 @@ class Averages(lightning.Callback):
 def test_what_callbacks_keep_after_the_first_step_is_said():
     with pytest.warns(UserWarning, match=r"Callbacks keep 39\d\.\d KiB more"):
         train(silent("1GiB"), callbacks=[Averages()])
+
+
+class Sized(Network):
+    """Brings its own batches, of a size that a finder may set."""
+
+    batch_size = BATCH  # whose steps take more than a finder that restores its state
+    learning_rate = 1e-3
+
+    def train_dataloader(self):
+        return DataLoader(Rows(), batch_size=self.batch_size)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+
+def find(callbacks, tune=None):
+    """What a module has become; the peak of training and of all trials before it."""
+    modules = []
+
+    def run():
+        torch.manual_seed(0)
+        modules.append(Sized())
+        trainer = lightning.Trainer(
+            callbacks=callbacks,
+            max_steps=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        (tune or lightning.Trainer.fit)(trainer, *modules)
+
+    _, peak_bytes = measure_peak(run, device="cpu", held=lambda: ())
+    return *modules, peak_bytes
+
+
+def sizes(num):
+    return BatchSizeFinder(steps_per_trial=1, init_val=BATCH, max_trials=num)
+
+
+def tune_sizes(trainer, module):
+    options = {"steps_per_trial": 1, "init_val": BATCH, "max_trials": 2}
+    Tuner(trainer).scale_batch_size(module, **options)
+
+
+@pytest.mark.parametrize(
+    ("finders", "tune"),
+    [
+        (lambda: [sizes(2)], None),
+        (lambda: [LearningRateFinder(num_training_steps=3)], None),
+        (list, tune_sizes),
+        (list, lambda trainer, module: Tuner(trainer).lr_find(module, num_training=3)),
+    ],
+    ids=["sizes", "rates", "tuned-sizes", "tuned-rates"],
+)
+def test_trials_of_finders_keep_the_budget_and_find_the_same(
+    finders, tune, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # where a finder puts its checkpoint
+    plain, plain_bytes = find(finders(), tune)
+    budget = silent(int(0.85 * plain_bytes))
+    planned, peak_bytes = find([*finders(), budget], tune)
+
+    assert peak_bytes <= budget.memory_budget
+    held_bytes = torch.get_rng_state().nbytes  # by a finder of learning rates
+    assert abs(peak_bytes - budget.plan.peak_bytes) < 1024 + held_bytes
+    assert planned.batch_size == plain.batch_size
+    assert planned.learning_rate == plain.learning_rate
+    observed, expected = planned.state_dict(), plain.state_dict()
+    assert all(torch.equal(observed[name], expected[name]) for name in expected)
+    assert "forward" not in vars(planned)
+    assert not budget._undo
+
+
+def test_a_finder_goes_back_to_the_largest_size_that_a_plan_fits(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        find([sizes(1), silent(1000)])  # of the first trial, as of no smaller batch
+    floor_bytes = int(re.search(r"budget is (\d+) bytes", str(caught.value))[1])
+    module, _ = find([sizes(4), silent(floor_bytes + 4)])  # of a number that is logged
+
+    assert module.batch_size == BATCH

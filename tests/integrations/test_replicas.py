@@ -105,6 +105,21 @@ def test_batches_that_a_loader_fetches_ahead_are_paid_for(loader, num_batches):
     assert plan.budget_bytes == 2**30 - held_bytes
 
 
+def test_a_plan_without_the_batch_that_a_loader_of_accelerate_holds_is_warned_of():
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model, x = torch.nn.Linear(8, 8), torch.ones(4, 8)
+    own = torch.optim.AdamW(model.parameters())
+    prepared = accelerator.prepare(own)
+    options = {"loss_fn": torch.sum, "optimizer": prepared}
+    with pytest.warns(UserWarning, match=r"a batch ahead.*plan_replicas\(.*loader"):
+        autosac.plan(model, x, memory_budget="1GiB", **options)
+
+    # Warnings fail tests.
+    autosac.plan_replicas(model, x, memory_budget="1GiB", **options)
+    options["optimizer"] = own
+    autosac.plan(model, x, memory_budget="1GiB", **options)
+
+
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
