@@ -205,11 +205,10 @@ def make_groups(
     last_pack = tape.saved[saved[-1]].packed
     rerun = [i for i in ops if tape.ops[i].start < last_pack]
     own = {s for i in ops for s in tape.ops[i].creates}
-    foreign = next(
-        (op for i in rerun if _changes_foreign(op := tape.ops[i], own)), None
-    )
-    if foreign is not None:
-        return f"its op {foreign.name} changes a tensor from outside the module"
+    once = {i for i in rerun if _changes_foreign(tape.ops[i], own)}
+    for op in (tape.ops[i] for i in once):
+        if not own.isdisjoint(op.writes):  # which must be written again, that not
+            return f"its op {op.name} changes a tensor from outside the module"
     members = _partition(index, rerun, own, last_pack)
     ops_of = _in_order(tape, rerun, own, members)
     storages: dict[int, list[int]] = defaultdict(list)
@@ -218,7 +217,7 @@ def make_groups(
             storages[members.find(s)].append(s)
     place = {root: g for g, root in enumerate(ops_of)}
     needed = _needed(tape, rerun, lasting(tape, saved, call.exit))
-    changed = _reads_changing(index, call, rerun, own, trigger)
+    fixed = once | _reads_changing(index, call, rerun, own, trigger)
     groups = []
     for root, its_ops in ops_of.items():
         results = storages[root]
@@ -232,7 +231,7 @@ def make_groups(
                 saved_bytes=sum(tape.storages[s].nbytes for s in kept),
                 runtime_ms=sum(op_ms[i] for i in its_ops),
                 needed=not needed.isdisjoint(results),
-                pinned=any(i in changed or index.is_fixed(i, call) for i in its_ops),
+                pinned=any(i in fixed or index.is_fixed(i, call) for i in its_ops),
                 unsavable=any(
                     index.written_between(s, last_pack, tape.num_ticks) for s in results
                 ),
