@@ -217,7 +217,7 @@ def make_groups(
             storages[members.find(s)].append(s)
     place = {root: g for g, root in enumerate(ops_of)}
     needed = _needed(tape, rerun, lasting(tape, saved, call.exit))
-    fixed = once | _reads_changing(index, call, rerun, own, trigger)
+    fixed = once | _reads_changing(index, rerun, own, trigger)
     groups = []
     for root, its_ops in ops_of.items():
         results = storages[root]
@@ -286,7 +286,7 @@ def make_tail(
     rest = [
         i for i in ops if tape.ops[i].start >= last_pack and _makes(tape.ops[i], own)
     ]
-    changing = _reads_changing(index, call, rest, own, trigger)
+    changing = _reads_changing(index, rest, own, trigger)
     tail: list[Group] = []
     for i in rest:
         op = tape.ops[i]
@@ -327,7 +327,7 @@ def may_run_again(
         for op in (tape.ops[i] for i in ops)
     )
     pure = pure and not any(index.is_fixed(i, call) for i in ops)
-    return pure and not _reads_changing(index, call, list(ops), own, trigger)
+    return pure and not _reads_changing(index, list(ops), own, trigger)
 
 
 def _makes(op: Op, own: set[int]) -> list[int]:
@@ -418,16 +418,22 @@ def _needed(tape: Tape, rerun: list[int], saved: Iterable[int]) -> set[int]:
 
 
 def _reads_changing(
-    index: TapeIndex, call: ModuleCall, rerun: list[int], own: set[int], trigger: int
+    index: TapeIndex, rerun: list[int], own: set[int], trigger: int
 ) -> set[int]:
-    """Ops that read something from outside which changes before the rerun."""
+    """Ops that read something from outside which changes before the rerun.
+
+    Where other forward passes run before that, they may write whatever this one does.
+    """
     tape = index.tape
+    written = None  # between an op and its rerun
+    if tape.overlapped:
+        written = -1, tape.phases["backward"]
     return {
         i
         for i in rerun
         if tape.ops[i].name not in BATCH_NORM_OPS
         and any(
-            index.written_between(s, call.enter, trigger)
+            index.written_between(s, *(written or (tape.ops[i].start, trigger)))
             for s in tape.ops[i].reads
             if s not in own
         )
