@@ -29,7 +29,7 @@ from autosac.checkpointing.tensor_parts import (
 )
 from autosac.checkpointing.unneeded_ops import Passed
 from autosac.pytrees import tensors_in
-from autosac.units.policies import DETACHED, RERUN, SAVE, SKIP, VIEW
+from autosac.units.policies import DETACHED, RERUN, SAVE, VIEW
 
 
 class History:
@@ -236,8 +236,7 @@ class RecordingMode(_compat.PlainDispatchMode):
             if not kinds or (kinds == {SAVE} and action in (SAVE, DETACHED)):
                 return action
             if kinds == {SAVE}:  # it has been changed for good
-                is_unread = bool(traits.returned) or action == SKIP
-                return DETACHED if is_unread else SAVE
+                return DETACHED if traits.returned else SAVE
             self._depart(f"changes with {traits.name} what its plan treats differently")
         for tensor in plain:
             self._protect(tensor)

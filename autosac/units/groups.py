@@ -217,6 +217,7 @@ def make_groups(
             storages[members.find(s)].append(s)
     place = {root: g for g, root in enumerate(ops_of)}
     needed = _needed(tape, rerun, lasting(tape, saved, call.exit))
+    needed.update(s for i in once for s in tape.ops[i].creates)  # for any rerun
     fixed = once | _reads_changing(index, rerun, own, trigger)
     groups = []
     for root, its_ops in ops_of.items():
