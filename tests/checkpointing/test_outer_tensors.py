@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.pipelines.stage_steps import stage_step
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS, WIDTH = 64, 32
@@ -88,3 +89,34 @@ def test_it_changes_once_and_the_rest_is_rerun_also_where_a_unit_departs(block):
     assert not done.differences
     assert done.measured_peak_bytes <= plan.budget_bytes
     assert all(map(torch.equal, departed([plan]), departed([])))
+
+
+class Reader(nn.Module):
+    def __init__(self, level):
+        super().__init__()
+        self.linear, self.level = nn.Linear(WIDTH, WIDTH), level
+
+    def forward(self, x):
+        return torch.cos(torch.tanh(self.linear(x)) / self.level)
+
+
+class ChangesBefore(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.ones(()))
+        self.inner = Reader(self.level)
+
+    def forward(self, x):
+        self.level.mul_(0.9)
+        return self.inner(x)
+
+
+def test_a_stage_saves_what_reads_a_tensor_that_other_micro_batches_change():
+    x = torch.ones(ROWS, WIDTH)
+    unit = {
+        u.fqn: u
+        for u in stage_step(ChangesBefore(), x, loss_fn=None).first.units.candidates
+    }["inner"]
+
+    pinned = [bool(group.pinned) for group in unit.groups]
+    assert sum(pinned) == 1  # the division
