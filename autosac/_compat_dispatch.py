@@ -69,9 +69,11 @@ class Traits:
     def targets(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments of a call that it mutates.
 
-        A resize to the same size is none, and autograd counts none.
+        A resize to the same size is none, and autograd counts none. Of a record, whose
+        arguments are parts and have no shape, every resize is one.
         """
-        if self.func is _RESIZE and args[0].shape == torch.Size(args[1]):
+        resized = args[0] if self.func is _RESIZE else None
+        if isinstance(resized, torch.Tensor) and resized.shape == torch.Size(args[1]):
             return []
         return [
             args[i] if i < len(args) else kwargs.get(name) for i, name in self.written

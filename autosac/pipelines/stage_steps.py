@@ -246,7 +246,7 @@ def _profile_in(
 ) -> Profile:
     step, device = read_step(module, received, **options)
     learned = Learned(calls={} if calls is None else calls)
-    step = replace(step, compute_dtype=dtype, learned=learned)
+    step = replace(step, compute_dtype=dtype, learned=learned, overlapped=True)
     return profile_of_step(step, device, exclude=exclude, allocator=allocator)
 
 

@@ -18,8 +18,10 @@ from autosac.solvers import sac
 from autosac.solving.incumbents import recompute_ms
 from autosac.solving.rules_of_thumb import Choice
 from autosac.solving.solve_options import SolveOptions
+from autosac.step.arguments import warn
 from autosac.units import curves
 
+_WORTH_IT = 0.1  # share of the peak that a module keeps which one would rerun
 SWEEP_GAP = 1.5e-2  # of a solve: 64 of them should not outlast a few plans
 
 
@@ -171,7 +173,7 @@ def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Excep
     peak_bytes = profile.peak_bytes(chosen)
     least_bytes = profile.budget_for(peak_bytes)
     composition = profile.composition(chosen)
-    parts, hint = format_parts(composition), _hint(profile)
+    parts, hint = format_parts(composition), refusal(profile)
     of_offload = offload_advice.of_infeasible(profile, chosen, budget_bytes)
     to_least = "that"
     if least_bytes > peak_bytes:
@@ -188,12 +190,26 @@ def _infeasible(profile: TracedStep, chosen: Choice, budget_bytes: int) -> Excep
     )
 
 
-def _hint(profile: TracedStep) -> str:
-    """The module that would matter most among those that cannot be AC units."""
+def warn_if_all_refused(profile: TracedStep) -> None:
+    """Warn if much could be recomputed, but no module can be an AC unit."""
+    is_said = bool(profile.left_out)  # or the user's wish
+    if not (profile.choosable or is_said) and (why := refusal(profile, _WORTH_IT)):
+        warn(f"The floor is the peak without a plan, for nothing can be rerun:{why}")
+
+
+def refusal(profile: TracedStep, least_share: float = 0.0) -> str:
+    """Why the module cannot be an AC unit that keeps most of those that cannot.
+
+    Args:
+        profile: Whose modules.
+        least_share: '' if that is a smaller share of the peak.
+    """
     refused = profile.units.refused
     kept = {m.fqn: m.activation_bytes or 0 for m in profile.figures.modules}
     fqn = max(refused, key=lambda fqn: kept.get(fqn, 0), default=None)
-    return "" if fqn is None else f" `{fqn}` cannot be an AC unit: {refused[fqn]}."
+    if fqn is None or kept.get(fqn, 0) < least_share * profile.baseline_peak_bytes:
+        return ""
+    return f" `{fqn}` cannot be an AC unit: {refused[fqn]}."
 
 
 def price_ms_per_byte(profile: TracedStep, budget_bytes: int) -> float | None:

@@ -16,6 +16,7 @@ from autosac.planning.choices import (
     least_budget,
     lowest,
     policy_ratios,
+    warn_if_all_refused,
 )
 from autosac.planning.dry_running import confirm, leave_out, wants_dry_run
 from autosac.planning.eager_steps import times_of
@@ -84,7 +85,9 @@ def floor(
         check_cap(cap)
         profile = restricted(profile, cap=cap)
     profile = restricted(profile, cap=profile.cap, offload=offload)
-    return least_budget(profile)
+    least_bytes = least_budget(profile)
+    warn_if_all_refused(profile)
+    return least_bytes
 
 
 @no_collections()

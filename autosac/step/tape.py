@@ -266,6 +266,7 @@ class Tape:
             workspaces of cuBLAS; known from `calibrate` on.
         parameters: The model's parameters, in the order of ``parameters()``.
         opaque: FQNs of modules that must not be run again, nor cut inside.
+        overlapped: As `Step.overlapped`.
         loss: What its loss takes; None if that is not known.
         earlier: What steps before it take besides: peaks count that.
         earlier_tapes: These steps, which `calibrate` measures, too.
@@ -282,6 +283,7 @@ class Tape:
     library_bytes: tuple[int, ...] = ()
     parameters: tuple[Parameter, ...] = ()
     opaque: frozenset[str] = frozenset()
+    overlapped: bool = False
     loss: LossMemory | None = None
     earlier: tuple[Excess, ...] = ()
     earlier_tapes: tuple[Tape, ...] = ()

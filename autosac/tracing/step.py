@@ -40,6 +40,8 @@ class Step:
         compute_dtype: Type that floating-point parameters and inputs of the model are
             traced in, as under a mixed-precision policy of FSDP2; None for their own.
         opaque: FQNs of modules that must not be run again, nor cut inside.
+        overlapped: Other forward passes may run between its forward and its backward,
+            as those of a pipeline's other micro-batches.
         learned: What its runs have taught so far.
     """
 
@@ -59,6 +61,7 @@ class Step:
     lens: DeviceSpec | None = None
     compute_dtype: torch.dtype | None = None
     opaque: frozenset[str] = frozenset()
+    overlapped: bool = False
     learned: Learned = field(default_factory=Learned, repr=False, compare=False)
 
     @property

@@ -139,7 +139,8 @@ def trace_once(step: Step) -> Tape:
         replace(call, once=None) if call.once == DRAWS and i not in drawn else call
         for i, call in enumerate(tape.calls)
     )
-    return replace(tape, calls=calls, opaque=step.opaque)
+    opaque, overlapped = step.opaque, step.overlapped
+    return replace(tape, calls=calls, opaque=opaque, overlapped=overlapped)
 
 
 def _plain(step: Step) -> Tape:

@@ -205,11 +205,10 @@ def make_groups(
     last_pack = tape.saved[saved[-1]].packed
     rerun = [i for i in ops if tape.ops[i].start < last_pack]
     own = {s for i in ops for s in tape.ops[i].creates}
-    foreign = next(
-        (op for i in rerun if _changes_foreign(op := tape.ops[i], own)), None
-    )
-    if foreign is not None:
-        return f"its op {foreign.name} changes a tensor from outside the module"
+    once = {i for i in rerun if _changes_foreign(tape.ops[i], own)}
+    for op in (tape.ops[i] for i in once):
+        if not own.isdisjoint(op.writes):  # which must be written again, that not
+            return f"its op {op.name} changes a tensor from outside the module"
     members = _partition(index, rerun, own, last_pack)
     ops_of = _in_order(tape, rerun, own, members)
     storages: dict[int, list[int]] = defaultdict(list)
@@ -218,7 +217,8 @@ def make_groups(
             storages[members.find(s)].append(s)
     place = {root: g for g, root in enumerate(ops_of)}
     needed = _needed(tape, rerun, lasting(tape, saved, call.exit))
-    changed = _reads_changing(index, call, rerun, own, trigger)
+    needed.update(s for i in once for s in tape.ops[i].creates)  # for any rerun
+    fixed = once | _reads_changing(index, rerun, own, trigger)
     groups = []
     for root, its_ops in ops_of.items():
         results = storages[root]
@@ -232,7 +232,7 @@ def make_groups(
                 saved_bytes=sum(tape.storages[s].nbytes for s in kept),
                 runtime_ms=sum(op_ms[i] for i in its_ops),
                 needed=not needed.isdisjoint(results),
-                pinned=any(i in changed or index.is_fixed(i, call) for i in its_ops),
+                pinned=any(i in fixed or index.is_fixed(i, call) for i in its_ops),
                 unsavable=any(
                     index.written_between(s, last_pack, tape.num_ticks) for s in results
                 ),
@@ -287,7 +287,7 @@ def make_tail(
     rest = [
         i for i in ops if tape.ops[i].start >= last_pack and _makes(tape.ops[i], own)
     ]
-    changing = _reads_changing(index, call, rest, own, trigger)
+    changing = _reads_changing(index, rest, own, trigger)
     tail: list[Group] = []
     for i in rest:
         op = tape.ops[i]
@@ -328,7 +328,7 @@ def may_run_again(
         for op in (tape.ops[i] for i in ops)
     )
     pure = pure and not any(index.is_fixed(i, call) for i in ops)
-    return pure and not _reads_changing(index, call, list(ops), own, trigger)
+    return pure and not _reads_changing(index, list(ops), own, trigger)
 
 
 def _makes(op: Op, own: set[int]) -> list[int]:
@@ -419,16 +419,22 @@ def _needed(tape: Tape, rerun: list[int], saved: Iterable[int]) -> set[int]:
 
 
 def _reads_changing(
-    index: TapeIndex, call: ModuleCall, rerun: list[int], own: set[int], trigger: int
+    index: TapeIndex, rerun: list[int], own: set[int], trigger: int
 ) -> set[int]:
-    """Ops that read something from outside which changes before the rerun."""
+    """Ops that read something from outside which changes before the rerun.
+
+    Where other forward passes run before that, they may write whatever this one does.
+    """
     tape = index.tape
+    written = None  # between an op and its rerun
+    if tape.overlapped:
+        written = -1, tape.phases["backward"]
     return {
         i
         for i in rerun
         if tape.ops[i].name not in BATCH_NORM_OPS
         and any(
-            index.written_between(s, call.enter, trigger)
+            index.written_between(s, *(written or (tape.ops[i].start, trigger)))
             for s in tape.ops[i].reads
             if s not in own
         )

@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -528,3 +530,38 @@ def test_a_plan_for_a_model_is_calibrated_where_it_lies():
     with torch.device("meta"):
         plan = autosac.plan(gpt(), CASES["gpt"].inputs(), memory_budget=2**30)
     assert not plan.calibrated
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x):
+        return torch.tanh(torch.sigmoid(x + self.weight))
+
+
+class ChangesArgument(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        given = x.clone()
+        result = self.inner(given.detach())
+        given.add_(1.0)
+        return result
+
+
+@pytest.mark.parametrize("exclude", [(), ("inner",)])
+def test_the_floor_says_why_nothing_can_be_rerun_unless_that_was_asked(exclude):
+    x = torch.ones(BATCH, WIDTH)
+    profile = autosac.profile(ChangesArgument(), x, loss_fn=torch.sum, exclude=exclude)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        floor = autosac.floor(profile)
+
+    told = [str(one.message) for one in caught]
+    assert floor == profile.baseline_peak_bytes
+    assert len(told) == (not exclude)
+    assert all("`inner`" in one and "changed in place" in one for one in told)
