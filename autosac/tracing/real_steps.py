@@ -172,7 +172,6 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
             is_real=True,
             learned=step.learned,
         )
-    cast_arguments(model, step.compute_dtype)
     hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if frugal:
         follower.shared = {p.untyped_storage()._cdata for p in model.parameters()}
@@ -189,7 +188,8 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
     )
     try:
         streams = seeded_streams(step.learned.seed)
-        with streams, _compat_dispatch.as_a_step_begins(), hooks, puts_back:
+        with puts_back, streams, _compat_dispatch.as_a_step_begins(), hooks:
+            cast_arguments(model, step.compute_dtype)
             with follower:
                 for _ in range(step.learned.earlier):
                     run()
