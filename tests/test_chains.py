@@ -705,3 +705,30 @@ def test_a_nest_holds_what_its_parts_return_as_long_as_its_code_does(saves, hold
     policy = policy_saving(nest, needed if saves else ())
 
     assert not dry_running.difference_in_dry_run(traced, {nest: policy})
+
+
+class Numbered(nn.Module):
+    """Makes tensors of numbers between its parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.GELU())
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x + torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])[:, None])
+        return x
+
+
+def test_a_nest_makes_tensors_of_numbers_where_its_code_does_and_not_before():
+    traced = Case(lambda: nn.Sequential(Numbered(), Numbered()), rows).profile()
+    nest = next(unit for unit in traced.chains if unit.around)
+    policies = spell_out(traced, {nest: policy_saving(nest, ())})
+
+    dry = dry_run(traced.step, lambda model: installing.install(model, policies))
+
+    before = [storage for storage in traced.tape.storages if not storage.born]
+    assert len([s for s in dry.storages if not s.born]) == len(before)

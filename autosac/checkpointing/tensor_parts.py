@@ -90,9 +90,10 @@ def equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if _compat_fakes.is_fake(one) or _compat_fakes.is_fake(other):
         return False
-    plain = (tensor.resolve_conj().resolve_neg() for tensor in (one, other))
-    rows = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in plain)
-    return torch.equal(*rows)
+    with _compat.no_modes():  # no part of the step
+        plain = (tensor.resolve_conj().resolve_neg() for tensor in (one, other))
+        rows = (tensor.contiguous().view(-1).view(torch.uint8) for tensor in plain)
+        return torch.equal(*rows)
 
 
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -224,7 +225,8 @@ class Literal:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.size, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        tensor = tensor.cpu().contiguous()
+        with _compat.no_modes():  # no part of the step
+            tensor = tensor.cpu().contiguous()
         nbytes = tensor.numel() * tensor.element_size()
         self.data = ctypes.string_at(tensor.data_ptr(), nbytes)
 
