@@ -206,11 +206,13 @@ class FarMemory:
                 return mmap.mmap(file.fileno(), num_bytes)
         except OSError as error:
             place = self.directory or tempfile.gettempdir()
+            what = f"has no room for another {format_bytes(num_bytes)}"
+            if not os.path.isdir(place):
+                what = "is no directory any more"
             raise OSError(
                 error.errno,
-                f"`offload_dir`={place!r} has no room for another"
-                f" {format_bytes(num_bytes)} ({error.strerror}): name a directory that"
-                " has, or do not offload",
+                f"`offload_dir`={place!r} {what} ({error.strerror}): name a directory"
+                " that is there and has room, or do not offload",
             ) from error
 
     def executor(self, way: Way) -> ThreadPoolExecutor:

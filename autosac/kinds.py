@@ -100,7 +100,7 @@ def read_directory(path: Any) -> str | None:
         return None
     named = os.fspath(path) if isinstance(path, (str, os.PathLike)) else path
     if isinstance(named, str) and os.path.isdir(named):
-        return named
+        return os.path.abspath(named)  # the step may run in another one
     raise ArgumentError(
         f"`offload_dir`={named!r} is no directory: make it, or name another."
     )

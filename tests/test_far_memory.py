@@ -9,6 +9,7 @@ import torch
 from autosac import far_memory
 from autosac.devices.allocator_events import cpu_events, recorded_events
 from autosac.far_memory import FarMemory
+from autosac.kinds import read_directory
 
 
 def some_bytes(number=5000, seed=0):
@@ -180,6 +181,19 @@ def test_a_directory_without_room_is_named(monkeypatch, tmp_path):
         memory.send(some_bytes())
     assert error.value.errno == errno.ENOSPC
     assert memory.in_use_bytes == 0
+
+
+def test_a_directory_that_is_gone_is_named(tmp_path):
+    memory = FarMemory(str(tmp_path / "gone"))
+
+    with pytest.raises(OSError, match=r"gone.* is no directory any more"):
+        memory.send(some_bytes())
+
+
+def test_a_relative_directory_is_the_one_that_was_named(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path.parent)
+
+    assert read_directory(tmp_path.name) == str(tmp_path)
 
 
 def test_files_have_no_name(tmp_path):

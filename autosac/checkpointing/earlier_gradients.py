@@ -33,17 +33,33 @@ class EarlierGradients:
             return
         self._looks_left -= 1
         # None that somebody has swapped for another tensor.
-        parameters = [p for p in kept_parameters(model) if p.is_leaf]
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        num_bytes = sum(local(one).nbytes for one in gradients)
-        if num_bytes <= _LITTLE * sum(local(p).nbytes for p in parameters):
+        parameters = {
+            id(p): p
+            for p in kept_parameters(model)
+            if p.is_leaf and (p.requires_grad or p.grad is not None)
+        }
+        left = {i: p for i, p in parameters.items() if p.grad is not None}
+        num_bytes = sum(local(p.grad).nbytes for p in left.values())
+        if num_bytes <= _LITTLE * sum(local(p).nbytes for p in parameters.values()):
             return
         self._looks_left = 0
-        warn(
+        said = (
             f"Gradients of an earlier step ({format_bytes(num_bytes)}) are there as"
             " forward begins, and the plan has none then: the peak may be higher by as"
-            " much. Call `optimizer.zero_grad()` before forward. Or plan with"
-            " `gradients_in_forward=True`, if it comes between forward and backward;"
-            " with `accumulate`, if the gradients of several batches add up; or with"
-            " `keeps_gradients=True`, if they are set to zero in place."
+            " much."
         )
+        if len(left) < len(parameters):
+            of = next((n for n, p in model.named_parameters() if id(p) in left), "")
+            warn(
+                f"{said} They are of {len(left)} of {len(parameters)} parameters, such"
+                f" as `{of}`: `optimizer.zero_grad()` leaves those that the optimizer"
+                " does not train. Call `model.zero_grad()` after each step, or freeze"
+                " them by `requires_grad_(False)`."
+            )
+        else:
+            warn(
+                f"{said} Call `optimizer.zero_grad()` before forward. Or plan with"
+                " `gradients_in_forward=True`, if it comes between forward and"
+                " backward; with `accumulate`, if the gradients of several batches add"
+                " up; or with `keeps_gradients=True`, if they are set to zero in place."
+            )

@@ -87,3 +87,14 @@ def test_a_plan_file_knows_whether_gradients_are_planned(tmp_path):
         assert autosac.Plan.load(tmp_path / "plan.json").finds_gradients == (
             accumulate > 1
         )
+
+
+def test_gradients_that_the_optimizer_s_zero_grad_leaves_are_said_to_be_of_others():
+    model = planned()
+    optimizer = torch.optim.SGD(model[3].parameters(), lr=0.1)
+
+    with pytest.warns(UserWarning, match="6 of 8 parameters, such as `0.weight`"):
+        for _ in range(2):
+            model(torch.randn(8, WIDTH)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
