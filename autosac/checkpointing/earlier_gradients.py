@@ -38,8 +38,9 @@ class EarlierGradients:
             for p in kept_parameters(model)
             if p.is_leaf and (p.requires_grad or p.grad is not None)
         }
-        left = {i: p for i, p in parameters.items() if p.grad is not None}
-        num_bytes = sum(local(p.grad).nbytes for p in left.values())
+        left = {i for i, p in parameters.items() if p.grad is not None}
+        gradients = [p.grad for p in parameters.values() if p.grad is not None]
+        num_bytes = sum(local(one).nbytes for one in gradients)
         if num_bytes <= _LITTLE * sum(local(p).nbytes for p in parameters.values()):
             return
         self._looks_left = 0
