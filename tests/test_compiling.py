@@ -202,6 +202,7 @@ def test_a_view_of_what_backward_reads_counts_as_long_as_a_step_holds_it(
     assert peak == plan.peak_bytes
 
 
+@pytest.mark.slow
 def test_batch_norm_under_autocast_keeps_a_budget_to_the_byte():
     torch.manual_seed(0)
     layers = [(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.GELU()) for _ in range(4)]

@@ -545,6 +545,7 @@ class TensorTeachingTrainer(TeachingTrainer):
     mean = torch.ones(())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -443,6 +443,7 @@ class Metered(Network):
         return loss / meter.mean
 
 
+@pytest.mark.slow
 def test_what_a_step_writes_to_outside_of_its_module_is_as_without_a_plan():
     def trained(callback=None):
         METERS[:] = [Meter()]

@@ -118,6 +118,7 @@ def _peaks(rank, plan):
     return peaks[1:]
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     "options",

@@ -183,6 +183,7 @@ def test_another_autocast_is_said(plain_stage):
     assert len(said) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, {"pp": 2, "fsdp": 2}])
 def test_nothing_is_said_of_what_is_planned(mesh):
     plan = planned(mesh=mesh)
@@ -208,6 +209,7 @@ def test_files_of_stages_that_know_nothing_of_their_step_say_nothing(plan):
 # --- schedules, on the first rank: the others' part is not there -----------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B"])
 def test_a_schedule_that_runs_more_forward_than_the_planned_one_is_said(schedule):
     plan = planned(num_micro_batches=4, schedule=schedule)

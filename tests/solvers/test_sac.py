@@ -848,6 +848,7 @@ def _without_milps(problem, mixes):
     return int(search._best), search.choice
 
 
+@pytest.mark.slow
 def test_mixtures_of_the_best_choice_and_relaxations_lower_peaks_that_are_real():
     peaks = []
     for seed in range(6):

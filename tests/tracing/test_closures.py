@@ -149,6 +149,7 @@ def test_a_forward_that_is_bound_anew_runs_the_modules_that_are_traced():
     assert fqns[0] == fqns[1] != []
 
 
+@pytest.mark.slow
 def test_planning_leaves_what_functions_write_to_as_it_was():
     model, losses, latest, loss_module = Blocks(), [], None, Centred()
     center = loss_module.center

@@ -167,6 +167,7 @@ def test_a_model_that_does_more_in_some_step_is_planned_as_it_is_then(middle):
     assert peak <= plan.budget_bytes
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("kind", "is_due"),
     [
@@ -209,6 +210,7 @@ class TakesTurns(nn.Module):
         return x + self.block(x)
 
 
+@pytest.mark.slow
 def test_the_step_of_the_highest_peak_is_covered_though_others_allocate_more():
     def make_model():
         torch.manual_seed(0)
@@ -257,6 +259,7 @@ def test_a_loss_over_a_queue_that_fills_is_planned_as_it_is_when_full():
     assert plan.peak_bytes == pytest.approx(peak, rel=0.002, abs=64)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_no_module_is_followed_until_its_queue_is_full():
     loss = KeepsLatest()
     plan = planned(lambda: model_of(nn.Identity), loss)

@@ -121,6 +121,7 @@ def test_gradients_are_put_back_if_planning_fails_on_the_way(monkeypatch):
     assert weight.grad is grad
 
 
+@pytest.mark.slow
 def test_a_dict_may_change_as_it_is_looked_at():
     numbers, stop = dict.fromkeys(range(10**5)), threading.Event()
 

@@ -247,6 +247,7 @@ def test_what_was_learned_in_one_trace_is_known_in_the_next():
     assert again.ops == result.tape.ops
 
 
+@pytest.mark.slow
 def test_fakes_that_outlive_their_trace_can_be_used_as_any():
     kept = []
     keep = kept.append  # a list that the function held would be put back as it was
