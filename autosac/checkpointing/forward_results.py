@@ -101,7 +101,7 @@ class ForwardResults:
         if planned_bytes is None or made_bytes - planned_bytes <= _LITTLE * peak_bytes:
             return
         self._is_done = True
-        why = "Does it run under other settings, or branch on its step"
+        why = "Does it run under other settings, or branch on its step or on draws"
         if changed:
             name, *others = changed
             more = f" and {len(others)} more attributes" if others else ""
@@ -109,7 +109,8 @@ class ForwardResults:
         warn(
             f"The model's forward makes {format_bytes(made_bytes)} of results, and its"
             f" plan is for a step that makes {format_bytes(planned_bytes)}: the peak"
-            f" may be above the budget. {why}? Plan again with the model as it trains."
+            f" may be above the budget. {why}? Plan again with the model as it trains,"
+            " or below the budget where draws decide."
         )
 
 

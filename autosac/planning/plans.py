@@ -90,7 +90,7 @@ class Plan(PlanData, Summarized):
         autocast: Type that forward and loss autocast to, such as ``bfloat16``; '' for
             none, None if it is not known.
         forward_bytes: What the ops of the model's forward make, added up; None if it is
-            not known, or varies from step to step.
+            not known, or batches alone vary it; at most where draws or training do.
         headroom_bytes: What its peak leaves to another loss: see `headroom.py`.
         keeps_graph: Some backward pass of the step keeps its graph,
         calls_again: or it calls the model several times,

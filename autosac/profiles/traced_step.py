@@ -135,11 +135,16 @@ class TracedStep(Summarized):
 
     @property
     def forward_bytes(self) -> int | None:
-        """What ops of forward make; None if it varies, or not all of it is seen."""
-        varies = self.redrawn or any(op.decides for op in self.tape.ops)
+        """What ops of forward make, at most where draws or training were varied.
+
+        None if batches alone vary it, or not all of it is seen.
+        """
+        varies = any(op.decides for op in self.tape.ops) and not self.redrawn
         if varies or self.has_collectives:
             return None
-        return self.tape.forward_bytes
+        tapes = (self.tape, *(step.tape for step in self.redrawn))
+        known = [t.forward_bytes for t in tapes if t.forward_bytes is not None]
+        return max(known) if len(known) == len(tapes) else None
 
     @property
     def far_unit_bytes(self) -> int | None:

@@ -208,3 +208,29 @@ def test_a_plan_for_another_kind_of_device_knows_nothing_of_this_one():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train(model)
+
+
+class DropsLayers(nn.Module):
+    """Layers that a step runs by chance, at a rate from elsewhere."""
+
+    rates = types.SimpleNamespace(kept=0.2)
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(12))
+
+    def forward(self, x):
+        for layer in self.layers:
+            if torch.rand(()) < self.rates.kept:
+                x = layer(x).sin().cos().tanh().relu()
+        return x + self.layers[0].weight[0]
+
+
+def test_a_step_whose_draws_make_more_than_all_planned_ones_is_said_once(monkeypatch):
+    model = planned(DropsLayers(), 0.0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, 4)
+    monkeypatch.setattr(DropsLayers.rates, "kept", 1.0)
+    assert "below the budget where draws decide" in only_warning(model, num_steps=16)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import autosac
+from autosac.step import extreme_draws
 from autosac.step.random_streams import HIGHEST, LOWEST, seeded_streams
 
 NUM_LAYERS, WIDTH = 10, 8
@@ -17,6 +18,24 @@ DRAWS = {
     "random.random": random.random,
     "random.uniform": lambda: random.uniform(0, 1),
     "numpy": lambda: np.random.random(),
+}
+# Above or below 0.7 by another distribution, which no extreme word of a stream tells.
+SOME_ARE_HIGH = {
+    "bernoulli": lambda: torch.bernoulli(torch.tensor(0.4)),
+    "bernoulli_": lambda: torch.empty(()).bernoulli_(0.4),
+    "Bernoulli": lambda: torch.distributions.Bernoulli(0.4).sample(),
+    "Categorical": lambda: torch.distributions.Categorical(torch.ones(5)).sample() - 2,
+    "torch.randint": lambda: torch.randint(0, 10, ()) - 5,
+    "random_": lambda: torch.empty(()).random_(0, 10) - 5,
+    "torch.randn": lambda: torch.randn(()) + 0.5,
+    "random.randint": lambda: random.randint(0, 9) - 5,
+    "random.choice": lambda: random.choice([False, True]),
+    "random.choices": lambda: random.choices([0, 1], [6, 4])[0],
+    "random.gauss": lambda: random.gauss(0.5, 1),
+    "np.random.randint": lambda: np.random.randint(10) - 5,
+    "np.random.choice": lambda: np.random.choice([0, 1]),
+    "np.random.binomial": lambda: np.random.binomial(1, 0.4),
+    "np.random.randn": lambda: np.random.randn() + 0.5,
 }
 
 
@@ -49,9 +68,30 @@ def num_layers_run(model):
 
 @pytest.mark.slow
 @pytest.mark.slow_but_fifth
-@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("name", DRAWS | SOME_ARE_HIGH)
 def test_a_step_that_drops_no_layer_is_planned_though_hardly_any_does(name):
-    assert num_layers_run(DropsLayers(DRAWS[name])) == NUM_LAYERS
+    model = DropsLayers((DRAWS | SOME_ARE_HIGH)[name])
+    assert num_layers_run(model) == NUM_LAYERS
+
+
+class DrawsRows(nn.Module):
+    """Does much for the rows that a drawn mask has."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        x = self.linear(x)
+        rows = x[torch.bernoulli(torch.full((len(x),), 0.5)) > 0.5]
+        return rows.tanh().exp().sin().sum() + x.sum()
+
+
+def test_a_step_with_all_of_the_rows_that_a_mask_draws_is_planned():
+    x = torch.ones(12, WIDTH)
+    tape = autosac.profile(DrawsRows(), x, loss_fn=torch.sum).tape
+    [made] = [op.creates for op in tape.ops if op.name == "aten.tanh.default"]
+    assert tape.storages[made[0]].nbytes == x.nbytes
 
 
 @pytest.mark.slow
@@ -78,6 +118,51 @@ def test_extreme_streams_draw_extreme_numbers_and_are_put_back(seed, expected):
     assert all(0 <= number < 1 for number in numbers)
     assert between.tolist() == pytest.approx([3 + 2 * expected] * 2, abs=0.01)
     assert observed_after == expected_after
+
+
+@pytest.mark.parametrize("name", SOME_ARE_HIGH)
+def test_all_draws_are_extreme_move_their_streams_and_are_as_ever_afterwards(name):
+    draw = SOME_ARE_HIGH[name]
+
+    def following():
+        return float(draw()), random.random(), np.random.random(), torch.rand([]).item()
+
+    with seeded_streams(0):
+        expected_after = following()
+    for seed, is_high in ((HIGHEST, True), (LOWEST, False)):
+        with seeded_streams(seed) as draws:
+            assert [bool(draw() >= 0.7) for _ in range(9)] == [is_high] * 9
+            assert draws.are_met()
+    with seeded_streams(0):
+        assert following() == expected_after
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.bernoulli(torch.tensor(0.5)),
+        lambda: random.randint(0, 9) > 4,
+        lambda: np.random.randint(10) > 4,
+    ],
+)
+def test_a_loop_until_another_number_is_drawn_ends(draw, monkeypatch):
+    monkeypatch.setattr(extreme_draws, "_NUM_DRAWN", 20)
+    for seed, is_high in ((HIGHEST, True), (LOWEST, False)):
+        with seeded_streams(seed):
+            while draw() == is_high:
+                pass
+
+
+def test_draws_of_many_numbers_are_as_ever():
+    def draws():
+        many = torch.bernoulli(torch.full((2000,), 0.5))
+        return [many.mean().item(), np.random.randint(2, size=2000).mean()]
+
+    with seeded_streams(HIGHEST):
+        assert draws() == pytest.approx([0.5] * 2, abs=0.1)
+        assert len({random.sample(range(1000), 3)[-1] for _ in range(3)}) == 3
+        distinct = torch.multinomial(torch.ones(9), 9)
+    assert sorted(distinct.tolist()) == list(range(9))
 
 
 class NeedsALayer(DropsLayers):
