@@ -9,6 +9,7 @@ write to, such as a dict of features or a number that is ``nonlocal``, is put ba
 from __future__ import annotations
 
 import copy
+import threading
 import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -20,10 +21,9 @@ from typing import Any
 import torch
 
 from autosac.step.source_lines import is_users
-from autosac.tracing import memoized
 from autosac.tracing.learned import Learned
 from autosac.tracing.own_state import reached_state_kept
-from autosac.tracing.reached_copies import copy_of, hold_copies, warns_of_writes
+from autosac.tracing.reached_copies import copy_of, hold_copies, notices_writes
 from autosac.tracing.reached_state import (
     ATOMS,
     FUNCTIONS,
@@ -34,6 +34,7 @@ from autosac.tracing.reached_state import (
 
 _MOST_COPIED = 2**24  # bytes of a tensor
 _MOST_ITEMS = 1000  # of a container that is looked at
+_HOLDING = threading.RLock()
 _CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set, tuple)
 
 
@@ -74,13 +75,16 @@ def own_functions(
     own_loss = own.of(loss_fn)
     # Containers are reached from these, behind what is nearer.
     met = [v for v in own.met.values() if type(v) not in _CONTAINERS]
-    reach = Reach((original, loss_fn, optimizer, *met))
-    kept = reached_state_kept(reach, memo, learned)
     of_modules = [v for module in original.modules() for v in vars(module).values()]
+    kept = ExitStack()
     try:
-        hold_copies(reach, copies, {*copies, *map(id, of_modules), *own.copies})
-        kept.callback(memoized.forget_copies, reach.seen.values(), copies)
-        kept.push(warns_of_writes(original, copies))
+        if learned.reached:  # threads would put back what others hold
+            kept.enter_context(_HOLDING)
+        reach = Reach((original, loss_fn, optimizer, *met))
+        kept.push(reached_state_kept(reach, memo, learned))
+        if learned.reached:
+            hold_copies(reach, copies, {*copies, *map(id, of_modules), *own.copies})
+        kept.push(notices_writes(original, copies, learned))
     except BaseException:
         kept.close()
         raise

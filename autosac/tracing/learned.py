@@ -36,6 +36,8 @@ class Learned:
             fakes cannot do it.
         earlier: Steps that come before it and make what modules keep for later ones.
         covered: Other steps whose memory its tape has as well, as how many come before.
+        reached: Its code writes to the user's modules, which it reaches by another way
+            than `self`: while it runs, what holds these holds their copies.
         kept_bytes: What modules keep after each of these, and after the step.
         allocations: What each of these allocated.
         trained: Parameters, by their places, of which these made gradients.
@@ -60,6 +62,7 @@ class Learned:
     real: bool = False
     earlier: int = 0
     covered: tuple[int, ...] = (0,)
+    reached: bool = False
     kept_bytes: list[int] = field(default_factory=list)
     allocations: list[Allocations] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)

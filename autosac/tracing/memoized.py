@@ -21,12 +21,9 @@ _DEEPEST = 4  # containers between a cache and a tensor
 
 def remember(storages: set[int]) -> bool:
     """Whether functions remember tensors in some storages, given by address."""
-
-    def is_in_them(value: Any) -> bool:
-        is_plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
-        return is_plain and value.untyped_storage()._cdata in storages
-
-    return bool(storages and _caches(is_in_them))
+    return bool(
+        storages and _caches(lambda tensor: tensor.untyped_storage()._cdata in storages)
+    )
 
 
 def forget_fakes() -> None:
@@ -35,19 +32,8 @@ def forget_fakes() -> None:
         cache.cache_clear()
 
 
-def forget_copies(reached: Iterable[Any], copies: dict[int, Any]) -> None:
-    """Empty the caches, of what is reached, that hold copied modules or tensors."""
-    kinds = (torch.nn.Module, torch.Tensor)
-    own = {id(copied) for copied in copies.values() if isinstance(copied, kinds)}
-    for cache in reached:
-        if type(cache) is functools._lru_cache_wrapper and _holds(
-            gc.get_referents(cache), lambda value: id(value) in own, _DEEPEST
-        ):
-            cache.cache_clear()
-
-
-def _caches(wanted: Callable[[Any], bool]) -> list[_Cache]:
-    """Caches with certain values; not those that `gc.freeze` hides."""
+def _caches(wanted: Callable[[torch.Tensor], bool]) -> list[_Cache]:
+    """Caches with certain tensors; not those that `gc.freeze` hides."""
     return [
         thing
         for thing in gc.get_objects()
@@ -57,11 +43,14 @@ def _caches(wanted: Callable[[Any], bool]) -> list[_Cache]:
     ]
 
 
-def _holds(values: Iterable[Any], wanted: Callable[[Any], bool], depth: int) -> bool:
+def _holds(
+    values: Iterable[Any], wanted: Callable[[torch.Tensor], bool], depth: int
+) -> bool:
     for value in values:
-        if wanted(value):
-            return True
-        if depth and isinstance(value, (tuple, list, dict)):
+        if isinstance(value, torch.Tensor):
+            if value.layout is torch.strided and wanted(value):
+                return True
+        elif depth and isinstance(value, (tuple, list, dict)):
             inner = value.values() if isinstance(value, dict) else value
             if _holds(inner, wanted, depth - 1):
                 return True

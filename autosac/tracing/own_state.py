@@ -249,7 +249,14 @@ def _empty(containers: list[dict[Any, Any]]) -> None:
 
 def set_items(value: Any, base: Any, old: Any) -> None:
     """Fill a container again, past what its class does with items."""
-    if _is_same(snapshot(value, base), old):
+    now = snapshot(value, base)
+    if _is_same(now, old):
+        return
+    if not isinstance(now, set) and _are_alike(now, old):  # others may iterate over it
+        places = old.items() if isinstance(old, dict) else enumerate(old)
+        for place, item in places:
+            if now[place] is not item:
+                base.__setitem__(value, place, item)
         return
     base.clear(value)
     if issubclass(base, dict):
@@ -259,6 +266,13 @@ def set_items(value: Any, base: Any, old: Any) -> None:
         set.update(value, old)
     else:
         base.extend(value, old)
+
+
+def _are_alike(one: Any, other: Any) -> bool:
+    """Whether snapshots have the same places, in the same order."""
+    if len(one) != len(other):
+        return False
+    return not isinstance(one, dict) or all(map(is_, one, other))
 
 
 def snapshot(value: Any, base: Any) -> Any:

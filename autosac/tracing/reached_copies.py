@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from autosac.step.arguments import warn
+from autosac.tracing.learned import Learned, Retrace
 from autosac.tracing.own_state import (
     set_cell,
     set_items,
@@ -62,7 +63,7 @@ def copy_of(value: Any, copies: dict[int, Any]) -> Any:
     if type(value) is tuple:
         items = tuple(map(of, value))
         return items if any(map(_is_other, items, value)) else value
-    if isinstance(value, weakref.ref):
+    if type(value) in (weakref.ref, weakref.KeyedRef):
         return ref_to(of(value()), value)
     if isinstance(value, types.MethodType):
         owner = of(value.__self__)
@@ -86,29 +87,44 @@ def ref_to(referent: Any, ref: weakref.ref[Any]) -> weakref.ref[Any]:
     return weakref.ref(referent, ref.__callback__)
 
 
-def warns_of_writes(
-    model: torch.nn.Module, copies: dict[int, Any]
+def notices_writes(
+    model: torch.nn.Module, copies: dict[int, Any], learned: Learned
 ) -> Callable[..., None]:
-    """What warns, at the end of a run of copies, if it wrote to the user's model."""
+    """What notices, at the end of a run of copies, if it wrote to the user's model.
+
+    It raises `Retrace` for a run in which all that is reached holds copies; if this was
+    one, it warns.
+    """
     before = [
         (fqn, module, _state(module), _versions(module))
         for fqn, module in model.named_modules()
         if copies.get(id(module), module) is not module  # one may be its own copy
     ]
 
-    def warn_of_writes(error: type[BaseException] | None, *_: Any) -> None:
+    def notice_writes(error: type[BaseException] | None, *_: Any) -> None:
         if error is not None:
             return
         for fqn, module, state, versions in before:
-            now = _state(module)
-            for name in dict.fromkeys([*state, *now]):
-                if state.get(name) is not now.get(name):
-                    return _warn_of_write(fqn, module, name)
-            for name, version in _versions(module).items():
-                if version != versions[name]:
-                    return _warn_of_write(fqn, module, name)
+            name = _written(module, state, versions)
+            if name is not None and learned.reached:
+                return _warn_of_write(fqn, module, name)
+            if name is not None:
+                learned.reached = True
+                raise Retrace
 
-    return warn_of_writes
+    return notice_writes
+
+
+def _written(
+    module: torch.nn.Module, state: dict[str, Any], versions: dict[str, int]
+) -> str | None:
+    """An attribute or buffer that was written to since."""
+    now, versions_now = _state(module), _versions(module)
+    for name in dict.fromkeys([*state, *now]):
+        if state.get(name) is not now.get(name):
+            return name
+    changed = (name for name, v in versions_now.items() if v != versions[name])
+    return next(changed, None)
 
 
 def _warn_of_write(fqn: str, module: torch.nn.Module, name: str) -> None:

@@ -182,17 +182,6 @@ def test_a_list_of_instances_of_a_librarys_class_holds_copies_too(monkeypatch, b
     assert planned(model_that_resets(listed_by_class)) == by_self
 
 
-def test_a_cache_that_the_step_fills_is_left_with_the_users_modules(by_self):
-    def cached_modules(model):
-        modules = functools.cache(lambda: leaky(model))
-        return lambda: reset_all(modules())
-
-    model = model_that_resets(cached_modules)
-    assert planned(model) == by_self
-    x = rows()
-    assert torch.equal(model(x), model(x))
-
-
 @functools.lru_cache(maxsize=1)
 def cached():
     return []
