@@ -214,6 +214,21 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
     return tuple(None if i in positions else arg for i, arg in enumerate(args))
 
 
+def with_types_of_statistics(
+    func: Any, args: tuple[Any, ...], without: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """Arguments of a batch norm with copies of its statistics, where it needs their type.
+
+    One of a lower type without a weight computes in float32 for their sake on the CPU
+    (`aten/src/ATen/native/cpu/mixed_data_type.h`).
+    """
+    if without is args or args[1] is not None or args[3] is None:
+        return without
+    if args[0].device.type != "cpu" or args[0].dtype == args[3].dtype:
+        return without
+    return (*args[:3], args[3].clone(), args[4].clone(), *args[5:])
+
+
 CachedWeights = tuple[int, dict[Any, Any]]
 
 

@@ -216,7 +216,7 @@ class RerunMode(_compat.PlainDispatchMode):
             self._note_versions(traits, args, kwargs)
             return _compat.pick_arguments(func, traits.returned, args, kwargs)
         call = self.calls[place]
-        args = _compat.without_running_statistics(func, args)
+        own, args = args, _compat.without_running_statistics(func, args)
         if traits.is_literal:
             out = call.args[0].tensor()  # of the numbers that it was made of
         else:
@@ -224,6 +224,7 @@ class RerunMode(_compat.PlainDispatchMode):
                 call, args, kwargs, may_copy=not traits.written
             ):
                 raise self._error(f"runs {func} on other values", "did not in forward")
+            args = _compat.with_types_of_statistics(func, own, args)
             out = self._run(call, traits, args, kwargs)
         for result, tensor in zip(call.results, tensors_in((out,)), strict=True):
             self._note_result(result, tensor)

@@ -126,6 +126,7 @@ class TapeIndex:
             if op.varies
             or op.name.rpartition(".")[0] in NEVER_RERUN
             or self._is_foreign_literal(op)
+            or self._has_type_of_statistics(op)
             or not decisions.isdisjoint((*op.creates, *op.writes))
         }
         for call in tape.calls if self.opaque else ():
@@ -142,6 +143,15 @@ class TapeIndex:
         return op.name == "aten.lift_fresh.default" and not any(
             s.nbytes for s in created
         )
+
+    def _has_type_of_statistics(self, op: Op) -> bool:
+        """Whether only the statistics of a batch norm say that it computes in float32.
+
+        On the CPU one without a weight does so for their sake (`aten/src/ATen/native/
+        cpu/mixed_data_type.h`), and its rerun has none, which it would update.
+        """
+        is_lower = op.dtype in ("bfloat16", "float16") and len(op.reads) == 3
+        return is_lower and op.name in BATCH_NORM_OPS and self.tape.device_type == "cpu"
 
     def _filled_unseen(self) -> set[int]:
         """Ops that make empty memory which the next op that computes reads."""
