@@ -217,7 +217,7 @@ def without_running_statistics(func: Any, args: tuple[Any, ...]) -> tuple[Any, .
 def with_types_of_statistics(
     func: Any, args: tuple[Any, ...], without: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Arguments of a batch norm with copies of its statistics, where it needs their type.
+    """Arguments of a batch norm, with copies of its statistics if it needs their type.
 
     One of a lower type without a weight computes in float32 for their sake on the CPU
     (`aten/src/ATen/native/cpu/mixed_data_type.h`).

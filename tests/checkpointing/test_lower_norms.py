@@ -1,4 +1,4 @@
-"""Batch norms without weights, of a lower type: their statistics say how they compute."""
+"""Batch norms without weights, of a lower type: statistics say how they compute."""
 
 import pytest
 import torch
