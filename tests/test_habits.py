@@ -449,6 +449,7 @@ HABITS = (
 )
 
 
+@pytest.mark.filterwarnings("ignore:The floor is the peak without a plan")
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("block", HABITS)
 def test_a_plan_keeps_its_budget_and_every_bit(block):

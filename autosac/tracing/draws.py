@@ -8,6 +8,7 @@ those that take less.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Hashable
 
 from autosac.errors import TraceError
@@ -81,19 +82,26 @@ def largest(
         with contextlib.suppress(TraceError):  # nobody trains on what such draws leave
             tapes[variant] = traced(variant)
             peaks[variant] = plain_peak_bytes(tapes[variant])
+    extremes: dict[int, Tape] = {}
     if drawn and len(set(map(_outline, tapes.values()))) > 1:
         most = _MUCH * max(len(tape.storages) for tape in tapes.values())
-        for variant in (HIGHEST, LOWEST, *range(FEW, _MANY)):
-            if variant == FEW and max(peaks.values()) == max(
-                peaks.get(extreme, 0) for extreme in (HIGHEST, LOWEST)
-            ):
-                break
+        peak_bytes = max(peaks.values())
+        for variant in (HIGHEST, LOWEST):
             with contextlib.suppress(TraceError):
                 tape = storages_of(variant)
-                if variant >= 0 or (draws_extremes() and len(tape.storages) <= most):
-                    peaks[variant] = plain_peak_bytes(tape)
+                if not draws_extremes() or len(tape.storages) > most:
+                    continue
+                if plain_peak_bytes(tape) >= peak_bytes:
+                    tape = traced(variant)
+                    if all(_covers(tape, other) for other in tapes.values()):
+                        extremes[variant] = tape
+                        peaks[variant] = plain_peak_bytes(tape)
+        for variant in range(FEW, _MANY) if not extremes else ():
+            with contextlib.suppress(TraceError):
+                peaks[variant] = plain_peak_bytes(storages_of(variant))
     variant = max(peaks, key=lambda variant: peaks[variant])
-    best = tapes[variant] if variant in tapes else traced(variant)
+    known = tapes | extremes
+    best = known[variant] if variant in known else traced(variant)
     others = {_outline(other): other for other in tapes.values()}
     others.pop(_outline(best), None)
     return variant, [best, *others.values()]
@@ -103,6 +111,23 @@ def plain_peak_bytes(tape: Tape) -> int:
     """Most bytes alive at once when nothing is recomputed, without workspaces."""
     ledger = Ledger(born=tape.born, died=tape.freed + 1, nbytes=tape.nbytes)
     return ledger.timeline().peak_bytes
+
+
+def _covers(one: Tape, other: Tape) -> bool:
+    """Whether all modules make in one step what they make in another, or more.
+
+    They do if all layers are kept; not if all rows go through one of two experts.
+    """
+    made = _bytes_by_module(one)
+    return all(made[module] >= n for module, n in _bytes_by_module(other).items())
+
+
+def _bytes_by_module(tape: Tape) -> Counter[int]:
+    made: Counter[int] = Counter()
+    for op in tape.ops:
+        if op.phase in FORWARD_PHASES:
+            made[op.module] += sum(tape.storages[s].nbytes for s in op.creates)
+    return made
 
 
 def _outline(tape: Tape) -> Hashable:

@@ -147,7 +147,8 @@ def _state(module: torch.nn.Module) -> dict[str, Any]:
 def _versions(module: torch.nn.Module) -> dict[str, int]:
     buffers = attributes_of(module).get("_buffers", {}).items()
     plain = ((n, b) for n, b in buffers if isinstance(b, torch.Tensor))
-    return {n: b._version for n, b in plain if not b.is_inference()}
+    counted = ((n, b) for n, b in plain if not (b.is_meta or b.is_inference()))
+    return {name: buffer._version for name, buffer in counted}
 
 
 def _hold(value: Any, traits: ClassTraits, of: Callable[[Any], Any]) -> None:

@@ -216,8 +216,9 @@ def test_of_steps_that_draws_decide_the_largest_is_planned():
 class Experts(nn.Module):
     """Noise decides which of two networks a row goes through."""
 
-    def __init__(self):
+    def __init__(self, draw=torch.randn):
         super().__init__()
+        self.draw = draw
         self.router = nn.Linear(WIDTH, 1)
         self.experts = nn.ModuleList(
             nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH))
@@ -225,35 +226,43 @@ class Experts(nn.Module):
         )
 
     def forward(self, x):
-        is_first = (self.router(x) + torch.randn(len(x), 1)).squeeze(1) > 0
+        is_first = (self.router(x) + self.draw(len(x), 1)).squeeze(1) > 0
         out = torch.zeros_like(x)
         for mask, expert in zip((is_first, ~is_first), self.experts, strict=True):
             out[mask] = expert(x[mask])
         return x + out
 
 
-def experts():
+def experts(draw=torch.randn):
     torch.manual_seed(0)
-    return nn.Sequential(*(Experts() for _ in range(4)))
+    return nn.Sequential(*(Experts(draw) for _ in range(4)))
+
+
+def uniform(*size):
+    return 6 * torch.rand(*size) - 3
 
 
 @cache
-def traced_experts():
-    model, x = experts(), torch.randn(256, WIDTH)
+def traced_experts(draw):
+    model, x = experts(draw), torch.randn(256, WIDTH)
     return x, profile(model, x, loss_fn=_mean_square)
 
 
 @pytest.mark.slowest_but_first
+@pytest.mark.parametrize("draw", [torch.randn, uniform])
 @pytest.mark.parametrize("share", [0.2, 0.6])
-def test_a_plan_leaves_room_for_other_draws(share):
-    x, traced = traced_experts()
+def test_a_plan_leaves_room_for_other_draws(share, draw):
+    x, traced = traced_experts(draw)
     least, most = floor(traced), traced.baseline_peak_bytes
     chosen = plan(traced, memory_budget=least + int(share * (most - least)))
 
     assert chosen.policy and traced.redrawn
     for seed in range(3):
         done = verify(
-            chosen, experts, lambda: x, loss_fn=_mean_square, seed=seed, timing_rounds=0
+            *(chosen, lambda: experts(draw), lambda: x),
+            loss_fn=_mean_square,
+            seed=seed,
+            timing_rounds=0,
         )
         assert not done.differences
         assert done.measured_peak_bytes <= chosen.budget_bytes

@@ -126,6 +126,7 @@ def profile_of(name):
     )
 
 
+@pytest.mark.filterwarnings("ignore:The floor is the peak without a plan")
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @each_step
