@@ -304,7 +304,7 @@ class DropsBlocks(nn.Module):
 
 
 def test_where_no_room_is_left_the_fastest_choice_of_least_peak_is_planned():
-    _, traced = traced_experts()
+    _, traced = traced_experts(torch.randn)
     least, units = floor(traced), traced.formulation
     fast = traced.chooser.lowest()
     alike = (
