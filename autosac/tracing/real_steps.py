@@ -36,7 +36,7 @@ from autosac.tracing.copying import (
     typed_parameters,
 )
 from autosac.tracing.failures import explanation, place_of
-from autosac.tracing.learned import Learned
+from autosac.tracing.learned import Learned, Retrace
 from autosac.tracing.probing import Probe
 from autosac.tracing.step import Step
 from autosac.tracing.trace import trace
@@ -201,6 +201,8 @@ def _follow(follower: _Follower, step: Step, *, frugal: bool) -> Departure | Non
         step.learned.largest_write = step.learned.largest_write or 0
     except _Departed:
         pass
+    except Retrace:  # what its trace did not do
+        return _follow(_Follower(follower.expected), step, frugal=frugal)
     except AutosacError:
         raise
     except Exception as error:  # whatever a forward pass raises
