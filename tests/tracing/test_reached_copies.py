@@ -162,6 +162,7 @@ def by_self():
     return planned(model_that_resets(None))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("reach", WAYS)
 def test_modules_that_are_reset_by_another_way_than_self_are_planned_so(reach, by_self):
     model = model_that_resets(reach)
@@ -174,6 +175,7 @@ def test_modules_that_are_reset_by_another_way_than_self_are_planned_so(reach, b
     assert torch.equal(model(x), model(x))
 
 
+@pytest.mark.slow
 def test_a_list_of_instances_of_a_librarys_class_holds_copies_too(monkeypatch, by_self):
     library = types.ModuleType("some_library")
     library.__file__ = str(pathlib.Path(torch.__file__).parents[1] / "some_library.py")

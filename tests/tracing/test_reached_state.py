@@ -193,6 +193,7 @@ class BesideData:
         return self.meter.update(output)
 
 
+@pytest.mark.slow
 def test_what_is_near_is_put_back_beside_much_data():
     beside = BesideData()
     with pytest.warns(UserWarning, match="more than 100,000 objects"):

@@ -530,6 +530,7 @@ def test_a_real_step_that_fails_where_its_trace_does_not_says_where():
         first_departure(traced.step, traced.tape)
 
 
+@pytest.mark.slow
 def test_plans_of_such_steps_hold():
     torch.manual_seed(0)
     model = nn.Sequential(*(Around(scan) for _ in range(4)))
