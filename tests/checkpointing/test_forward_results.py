@@ -226,6 +226,7 @@ class DropsLayers(nn.Module):
         return x + self.layers[0].weight[0]
 
 
+@pytest.mark.slow
 def test_a_step_whose_draws_make_more_than_all_planned_ones_is_said_once(monkeypatch):
     model = planned(DropsLayers(), 0.0)
     torch.manual_seed(0)
