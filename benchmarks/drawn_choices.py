@@ -129,7 +129,10 @@ def _overlap(one: Unit, other: Unit) -> bool:
 
 
 def _difference(profile: autosac.Profile, choice: Choice) -> str:
-    difference = difference_in_dry_run(profile, choice)
+    try:
+        difference = difference_in_dry_run(profile, choice)
+    except Exception as error:  # such as of a rerun that reads other values
+        difference = f"{type(error).__name__}: {error}"
     units = ", ".join(f"{u.fqn} {policy.choices}" for u, policy in choice.items())
     return difference and f"  {difference} {units}"
 

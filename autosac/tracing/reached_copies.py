@@ -1,8 +1,9 @@
-"""What code of a step reaches by another way than `self` holds copies while they run.
+"""A run of copies that wrote to the user's modules is followed by one that does not.
 
 A class may keep a list of its instances, and a function go through a weak set, a global
 name or a closure to modules of the model. `copy.deepcopy` leaves all these with the
 user's own modules: a function that resets the state of all would never reset a copy's.
+Where a run is seen to do so, what it reaches holds copies while the next one runs.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import types
 import weakref
 from collections.abc import Callable
 from functools import partial
+from operator import is_not
 from typing import Any
 
 import torch
@@ -62,7 +64,7 @@ def copy_of(value: Any, copies: dict[int, Any]) -> Any:
     of = partial(copy_of, copies=copies)
     if type(value) is tuple:
         items = tuple(map(of, value))
-        return items if any(map(_is_other, items, value)) else value
+        return items if any(map(is_not, items, value)) else value
     if type(value) in (weakref.ref, weakref.KeyedRef):
         return ref_to(of(value()), value)
     if isinstance(value, types.MethodType):
@@ -175,7 +177,3 @@ def _with_copies(items: Any, of: Callable[[Any], Any]) -> Any:
     if isinstance(items, dict):
         return {of(key): of(item) for key, item in items.items()}
     return type(items)(map(of, items))
-
-
-def _is_other(one: Any, other: Any) -> bool:
-    return one is not other

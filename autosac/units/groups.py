@@ -139,10 +139,8 @@ class TapeIndex:
 
         A rerun makes its numbers anew, in memory that counts.
         """
-        created = [self.tape.storages[s] for s in op.creates]
-        return op.name == "aten.lift_fresh.default" and not any(
-            s.nbytes for s in created
-        )
+        has_bytes = any(self.tape.storages[s].nbytes for s in op.creates)
+        return op.name == "aten.lift_fresh.default" and not has_bytes
 
     def _has_type_of_statistics(self, op: Op) -> bool:
         """Whether only the statistics of a batch norm say that it computes in float32.
