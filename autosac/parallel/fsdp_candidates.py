@@ -13,8 +13,9 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.fsdp_schedule import Hooks, Schedule
+from autosac.parallel.sharding import unit_around
 from autosac.solvers.fsdp import owner_of_shared
 from autosac.step.tape import Parameter, Tape
 
@@ -31,7 +32,8 @@ class Candidate:
         parent: Place of the nearest candidate around it, None for the model.
         hooks: When its hooks run.
         parameters: Those of no candidate inside it.
-        can_be_unit: Not so if that would part a shared parameter from its users.
+        can_be_unit: Not so if that would part a parameter from modules that share or
+            read it.
         kind: Equal for modules that look alike, None for one that is alone.
     """
 
@@ -56,6 +58,7 @@ def find_candidates(
             candidates that the MILP decides on.
 
     Raises:
+        ArgumentError: One that is given has a parameter that is read outside of it.
         UnsupportedError: The model itself cannot be a unit, or one that is given.
     """
     tape = schedule.tape
@@ -79,7 +82,13 @@ def find_candidates(
     for module in modules[1:]:
         around = tape.modules.ancestors(module)
         parents.append(next(places[outer] for outer in around if outer in places))
-    owned, barred = _owned(tape, modules, parents)
+    owned, barred = _owned(schedule, modules, parents)
+    for module in sorted({modules[place] for place in barred} & {*(given or ())}):
+        fqn = tape.modules[module].fqn
+        if why := schedule.reads.outside(fqn, tape.parameters):
+            raise ArgumentError(
+                f"`fsdp_units` names `{fqn}`, which can be no FSDP unit: {why}."
+            )
     counts = Counter(looks.get(module) for module in modules)
     kinds: dict[Hashable, int] = {}
     return [
@@ -199,19 +208,17 @@ def _wanted(tape: Tape, looks: Mapping[int, Hashable]) -> list[int]:
 
 
 def _owned(
-    tape: Tape, modules: Sequence[int], parents: Sequence[int | None]
+    schedule: Schedule, modules: Sequence[int], parents: Sequence[int | None]
 ) -> tuple[list[list[Parameter]], set[int]]:
     """Parameters of each candidate, and candidates that must not be units."""
+    tape, homes = schedule.tape, schedule.reads.homes
     places = {tape.modules[module].fqn: place for place, module in enumerate(modules)}
     owned: list[list[Parameter]] = [[] for _ in modules]
     barred: set[int] = set()
     for parameter in tape.parameters:
-        holders = []
-        for fqn in parameter.fqns:
-            while fqn not in places:
-                fqn = fqn.rpartition(".")[0]
-            holders.append(places[fqn])
-        owner, inside = owner_of_shared(parents, sorted(set(holders)))
+        names = [*parameter.fqns, *(homes[fqn] for fqn in parameter.fqns)]
+        holders = {places[unit_around(name, places)] for name in names}
+        owner, inside = owner_of_shared(parents, sorted(holders))
         owned[owner].append(parameter)
         barred |= inside
     return owned, barred - {0}

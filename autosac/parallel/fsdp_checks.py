@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from autosac import _compat
 from autosac._compat_distributed import has_sharding_rule, is_collective
 from autosac._compat_fakes import runs_on_real_copies
-from autosac.errors import UnsupportedError
+from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.fsdp_optimizer import find_shards
-from autosac.parallel.sharding import Sharding
+from autosac.parallel.parameter_reads import ParameterReads
+from autosac.parallel.sharding import Sharding, unit_around
 from autosac.profiles.profile import Profile
-from autosac.step.tape import ModuleCall, Tape
+from autosac.step.tape import ModuleCall, Parameter, Tape
 from autosac.step.training_step import OptimizerInBackward
 
 # Arguments of PyTorch's `fully_shard`, and what to do where it is planned.
@@ -119,6 +122,26 @@ def check_types(profile: Profile, sharding: Sharding) -> None:
             f" compute_dtype={name!r}; trace it with"
             " `autosac.profiles.compute_dtype.in_compute_dtype`."
         )
+
+
+def check_reads(
+    reads: ParameterReads, owned: Mapping[str, Sequence[Parameter]]
+) -> None:
+    """Refuse units whose parameters are read while they do not run.
+
+    Args:
+        reads: Where forward reads parameters.
+        owned: FQN of each unit -> the parameters that it holds.
+
+    Raises:
+        ArgumentError: Names the parameter, and what reads it.
+    """
+    for unit, parameters in owned.items():
+        for parameter in parameters:
+            homes = {unit_around(reads.homes[fqn], owned) for fqn in parameter.fqns}
+            if homes != {unit}:
+                why = reads.outside(unit, [parameter])
+                raise ArgumentError(f"`{unit}` can be no FSDP unit: {why}.")
 
 
 def check_inputs(

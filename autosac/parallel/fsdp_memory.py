@@ -48,7 +48,12 @@ import numpy as np
 
 from autosac import _compat
 from autosac._compat_distributed import is_collective
-from autosac.parallel.fsdp_checks import check_inputs, check_step, check_types
+from autosac.parallel.fsdp_checks import (
+    check_inputs,
+    check_reads,
+    check_step,
+    check_types,
+)
 from autosac.parallel.fsdp_hooks import PLACES, Collectives, Group, Replay, make_group
 from autosac.parallel.fsdp_optimizer import Shards, find_shards
 from autosac.parallel.fsdp_schedule import Hook, Schedule
@@ -303,6 +308,7 @@ class RankSimulator:
         """
         check_types(self.profile, sharding)
         owned = owned_parameters(self.tape, sharding)
+        check_reads(self.schedule.reads, owned)
         index = self.tape.modules.index
         units = sorted(sharding.units, key=lambda unit: index[unit.fqn])
         groups = []

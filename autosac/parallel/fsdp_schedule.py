@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from autosac.errors import UnsupportedError
+from autosac.parallel.parameter_reads import ParameterReads
 from autosac.step.tape import IntArray, ModuleCall, Tape
 
 _SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # how autograd sums gradients
@@ -163,6 +164,11 @@ class Schedule:
                 self.tape.storages[s].nbytes for s, inside in shared if inside > 1
             ),
         )
+
+    @cached_property
+    def reads(self) -> ParameterReads:
+        """Where forward reads parameters."""
+        return ParameterReads(self.tape)
 
     @cached_property
     def _left(self) -> dict[int, int]:

@@ -1,0 +1,166 @@
+"""No FSDP unit holds a parameter that is read while the unit does not run.
+
+What is true is said by FSDP2 itself, on a process group that moves nothing.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+import autosac
+from autosac._compat_distributed import fake_group
+from autosac.parallel.fsdp_memory import RankSimulator
+from autosac.parallel.sharding import Sharding, fsdp_units
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view"),
+]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Scaled(nn.Module):
+    """The parent multiplies by a parameter of each block."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) * block.scale
+        return self.head(x)
+
+
+class Tied(nn.Module):
+    """An embedding's weight is read again, as a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.mix = nn.Embedding(99, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        return functional.linear(self.mix(self.embedding(x)), self.embedding.weight)
+
+
+class Handing(nn.Module):
+    """A module inside another returns a view of its parameter, which that one reads."""
+
+    class Outer(nn.Module):
+        class Inner(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.randn(16, 16))
+
+            def forward(self, x):
+                return x * 2, self.weight.t()
+
+        def __init__(self):
+            super().__init__()
+            self.inner = self.Inner()
+
+        def forward(self, x):
+            x, weight = self.inner(x)
+            return x @ weight
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.outer = nn.Linear(16, 16), self.Outer()
+
+    def forward(self, x):
+        return self.outer(self.first(x))
+
+
+FLOATS, TOKENS = torch.ones(2, 3, 16), torch.ones(2, 3, dtype=torch.long)
+MODELS = {
+    "scaled": (Scaled, FLOATS),
+    "tied": (Tied, TOKENS),
+    "handing": (Handing, FLOATS),
+}
+UNITS = [
+    ("scaled", "blocks.0", False),
+    ("scaled", "blocks.0.up", True),
+    ("scaled", "head", True),
+    ("tied", "embedding", False),
+    ("tied", "mix", True),
+    ("handing", "outer.inner", False),
+    ("handing", "outer", True),
+    ("handing", "first", True),
+]
+
+
+def steps(model, inputs, shard):
+    """Whether FSDP2 runs a step of a model that is sharded like this."""
+    with fake_group(2):
+        shard(model)
+        try:
+            model(inputs).sum().backward()
+        except RuntimeError:
+            return False
+        return all(p.grad is not None for p in model.parameters())
+
+
+def plan_two_ranks(model, inputs, **options):
+    options = {"memory_budget": "1GiB", "loss_fn": torch.sum, **options}
+    return autosac.plan_parallel(
+        model,
+        inputs,
+        optimizer=torch.optim.SGD,
+        cluster="pcie-l40s",
+        num_gpus=2,
+        degrees=[2],
+        **options,
+    )
+
+
+def lowest_plan(model, inputs):
+    with pytest.raises(autosac.InfeasibleBudgetError) as refusal:
+        plan_two_ranks(model, inputs, memory_budget=1)
+    lowest = refusal.value.lowest_peak_bytes
+    return plan_two_ranks(model, inputs, memory_budget=lowest)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_plan_of_least_memory_has_no_unit_whose_parameter_others_read(name):
+    kind, inputs = MODELS[name]
+    plan = lowest_plan(kind(), inputs)
+    assert len(plan.sharding.units) > 1
+    assert steps(kind(), inputs, lambda m: plan.apply(m, plan.make_mesh("cpu")))
+
+
+@pytest.mark.parametrize(("name", "fqn", "runs"), UNITS)
+def test_a_named_unit_is_refused_just_where_pytorch_meets_a_shard(name, fqn, runs):
+    def shard(model):
+        mesh = init_device_mesh("cpu", (2,))
+        fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+    kind, inputs = MODELS[name]
+    assert steps(kind(), inputs, shard) == runs
+    ranks = RankSimulator(
+        autosac.profile(kind(), inputs, loss_fn=torch.sum, optimizer=torch.optim.SGD)
+    )
+    sharding = Sharding(units=fsdp_units([fqn]), shard_degree=2)
+    if runs:
+        plan = plan_two_ranks(kind(), inputs, fsdp_units=[fqn])
+        assert fqn in [unit.fqn for unit in plan.sharding.units]
+        ranks.peak_bytes(sharding, {})
+        return
+    said = rf"`{fqn}.*` is read in .* by `.*` .*while `{fqn}` does not run"
+    with pytest.raises(ValueError, match=said):
+        plan_two_ranks(kind(), inputs, fsdp_units=[fqn])
+    with pytest.raises(ValueError, match=said):
+        ranks.peak_bytes(sharding, {})
