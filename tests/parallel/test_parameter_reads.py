@@ -12,7 +12,9 @@ from torch.nn import functional
 
 import autosac
 from autosac._compat_distributed import fake_group
+from autosac.parallel.fsdp_candidates import find_candidates
 from autosac.parallel.fsdp_memory import RankSimulator
+from autosac.parallel.fsdp_schedule import Schedule
 from autosac.parallel.sharding import Sharding, fsdp_units
 
 pytestmark = [
@@ -126,37 +128,42 @@ def plan_two_ranks(model, inputs, **options):
     )
 
 
-def lowest_plan(model, inputs):
-    with pytest.raises(autosac.InfeasibleBudgetError) as refusal:
-        plan_two_ranks(model, inputs, memory_budget=1)
-    lowest = refusal.value.lowest_peak_bytes
-    return plan_two_ranks(model, inputs, memory_budget=lowest)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_plan_of_least_memory_has_no_unit_whose_parameter_others_read(name):
+def profile_of(name):
     kind, inputs = MODELS[name]
-    plan = lowest_plan(kind(), inputs)
-    assert len(plan.sharding.units) > 1
-    assert steps(kind(), inputs, lambda m: plan.apply(m, plan.make_mesh("cpu")))
+    optimizer = torch.optim.SGD
+    return autosac.profile(kind(), inputs, loss_fn=torch.sum, optimizer=optimizer)
 
 
-@pytest.mark.parametrize(("name", "fqn", "runs"), UNITS)
-def test_a_named_unit_is_refused_just_where_pytorch_meets_a_shard(name, fqn, runs):
+def unit(fqn):
+    """Makes a module a unit that reshards, and the model one."""
+
     def shard(model):
         mesh = init_device_mesh("cpu", (2,))
         fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=True)
         fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
+    return shard
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_candidates_that_may_be_units_run_as_such(name):
     kind, inputs = MODELS[name]
-    assert steps(kind(), inputs, shard) == runs
-    ranks = RankSimulator(
-        autosac.profile(kind(), inputs, loss_fn=torch.sum, optimizer=torch.optim.SGD)
-    )
+    candidates = find_candidates(Schedule(profile_of(name).tape), None)
+    may_be = {own.fqn for own in candidates if own.fqn and own.can_be_unit}
+    assert may_be
+    for fqn in may_be:
+        assert steps(kind(), inputs, unit(fqn)), fqn
+
+
+@pytest.mark.parametrize(("name", "fqn", "runs"), UNITS)
+def test_a_named_unit_is_refused_just_where_pytorch_meets_a_shard(name, fqn, runs):
+    kind, inputs = MODELS[name]
+    assert steps(kind(), inputs, unit(fqn)) == runs
+    ranks = RankSimulator(profile_of(name))
     sharding = Sharding(units=fsdp_units([fqn]), shard_degree=2)
     if runs:
         plan = plan_two_ranks(kind(), inputs, fsdp_units=[fqn])
-        assert fqn in [unit.fqn for unit in plan.sharding.units]
+        assert fqn in [own.fqn for own in plan.sharding.units]
         ranks.peak_bytes(sharding, {})
         return
     said = rf"`{fqn}.*` is read in .* by `.*` .*while `{fqn}` does not run"
