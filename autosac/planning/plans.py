@@ -37,6 +37,10 @@ _LATER_FIELDS = (
     *("autocast", "forward_bytes", "keeps_graph", "calls_again", "trains_inputs"),
     *("backends", "headroom_bytes"),
 )
+_NOT_CALIBRATED = (
+    ", as is the memory that kernels take inside themselves: leave a"
+    " margin, or `autosac.calibrate` where the device is"
+)
 _MUCH_UNSTEADY = 0.1  # of the measured time
 
 
@@ -287,7 +291,7 @@ class Plan(PlanData, Summarized):
             (
                 "measured",
                 f"{self.measured_fraction:.1%} of the step's time, the rest is"
-                " modelled",
+                f" modelled{'' if self.calibrated else _NOT_CALIBRATED}",
             ),
             *self._notes(gap),
         ]

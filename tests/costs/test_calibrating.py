@@ -103,6 +103,8 @@ def test_the_report_of_a_plan_says_how_much_was_measured(gpt):
     assert measured.measured_fraction == 1.0
     assert "measured  0.0% of the step's time" in str(modelled)
     assert "measured  100.0% of the step's time" in str(measured)
+    assert "leave a margin, or `autosac.calibrate`" in str(modelled)
+    assert "leave a margin" not in str(measured)
     assert measured.reserved_bytes is None
     assert "reserved" not in str(measured)
     on_gpu = dataclasses.replace(measured, reserved_bytes=3 * 2**20)
