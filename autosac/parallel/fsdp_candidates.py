@@ -58,7 +58,8 @@ def find_candidates(
             candidates that the MILP decides on.
 
     Raises:
-        ArgumentError: One that is given has a parameter that is read outside of it.
+        ArgumentError: One that is given has a parameter that is read outside of it, or
+            its output is changed in place.
         UnsupportedError: The model itself cannot be a unit, or one that is given.
     """
     tape = schedule.tape
@@ -76,6 +77,15 @@ def find_candidates(
         except UnsupportedError as error:
             if given and module in given:
                 raise _not_modelled(tape, module, given, error) from error
+            continue
+        why = schedule.why_gathered(module) if module else None
+        if why and given and module in given:
+            raise ArgumentError(
+                f"`fsdp_units` names `{tape.modules[module].fqn}`, which can be no FSDP"
+                f" unit: {why}."
+            )
+        if why:
+            del hooks[module]
     modules = sorted(hooks)
     places = {module: place for place, module in enumerate(modules)}
     parents: list[int | None] = [None]

@@ -48,6 +48,7 @@ import numpy as np
 
 from autosac import _compat
 from autosac._compat_distributed import is_collective
+from autosac.errors import ArgumentError
 from autosac.parallel.fsdp_checks import (
     check_inputs,
     check_reads,
@@ -303,7 +304,7 @@ class RankSimulator:
         """What the units of a sharding gather and reduce, in the order of modules.
 
         Raises:
-            ValueError: As `timeline`.
+            ValueError: As `timeline`, or a unit that is to reshard must not.
             UnsupportedError: As `timeline`.
         """
         check_types(self.profile, sharding)
@@ -315,6 +316,11 @@ class RankSimulator:
         for unit in units:
             module = index[unit.fqn]
             hooks = self.schedule.hooks(module)
+            why = self.schedule.why_gathered(module)
+            if why and unit.fqn and sharding.reshards_to(unit) is not None:
+                raise ArgumentError(
+                    f"`{unit.fqn}` can be no unit that reshards: {why}."
+                )
             if owned[unit.fqn] and hooks is not None:
                 check_inputs(self.tape, sharding, module, self.schedule.call(module))
             groups.append(

@@ -22,7 +22,7 @@ import numpy as np
 
 from autosac.errors import UnsupportedError
 from autosac.parallel.parameter_reads import ParameterReads
-from autosac.step.tape import IntArray, ModuleCall, Tape
+from autosac.step.tape import FORWARD_PHASES, IntArray, ModuleCall, Op, Tape
 
 _SUMS = ("aten.add.Tensor", "aten.add_.Tensor")  # how autograd sums gradients
 _NEVER = np.iinfo(np.int64).max
@@ -164,6 +164,49 @@ class Schedule:
                 self.tape.storages[s].nbytes for s, inside in shared if inside > 1
             ),
         )
+
+    def why_gathered(self, module: int) -> str | None:
+        """Says why a module must not free its parameters after forward, if so.
+
+        Its output is a view that is changed in place once forward has ended: autograd
+        then makes the view's node anew, and FSDP2's hook, which gathers them for
+        backward, is on the old one (`FSDPState._register_pre_backward_hook`).
+        """
+        call = self.call(module)
+        if call is None:
+            return None
+        views = {
+            storage
+            for op in self._ops_between(call.enter, call.exit)
+            if op.is_view and op.name != "aten._unsafe_view.default"
+            for storage in op.reads
+        }
+        for storage in views.intersection(call.outputs):
+            for op in self._writes.get(storage, []):
+                if op.start > call.exit:
+                    fqn = self.tape.modules[module].fqn
+                    source = f" ({op.source})" if op.source else ""
+                    return (
+                        f"the output of `{fqn}` is a view that `{op.name}`{source}"
+                        " changes in place, which drops FSDP2's hook that gathers its"
+                        " parameters for backward: make a new tensor there, as `y = y +"
+                        " x` does"
+                    )
+        return None
+
+    def _ops_between(self, begin: int, end: int) -> tuple[Op, ...]:
+        return self.tape.ops[
+            bisect_left(self._op_ends, begin) : bisect_left(self._op_ends, end)
+        ]
+
+    @cached_property
+    def _writes(self) -> dict[int, list[Op]]:
+        """Storage -> ops of forward and loss that change it in place."""
+        writes: dict[int, list[Op]] = {}
+        for op in self.tape.ops:
+            for storage in op.writes if op.phase in FORWARD_PHASES else ():
+                writes.setdefault(storage, []).append(op)
+        return writes
 
     @cached_property
     def reads(self) -> ParameterReads:
