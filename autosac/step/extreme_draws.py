@@ -20,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from autosac._compat import no_modes
-from autosac._compat_dispatch import is_plain
+from autosac._compat_dispatch import is_plain, set_version
 
 _NUM_WORDS = 300  # of 624, before those of an ordinary seed; a number takes two
 _MOST_NUMBERS = 1024  # in a tensor of decisions
@@ -74,10 +74,13 @@ class ExtremeDraws(TorchFunctionMode):
         if is_plain(type(out)):  # nobody can read others, such as fakes
             further = torch.maximum if self.highest else torch.minimum
             with no_modes(), torch.no_grad():
+                version = None if out.is_inference() else out._version
                 best = out.clone()
                 for _ in range(_NUM_DRAWN - 1):
                     best = further(best, func(*args, **kwargs))
                 out.detach().copy_(best)
+                if version is not None:  # one draw: units compare versions
+                    set_version(out, version)
         return out
 
     def makes(self, name: str) -> bool:

@@ -74,6 +74,40 @@ def test_a_step_that_drops_no_layer_is_planned_though_hardly_any_does(name):
     assert num_layers_run(model) == NUM_LAYERS
 
 
+class SkipsAdapter(nn.Module):
+    """Adds what an adapter makes, or does not, as its draw says."""
+
+    def __init__(self, draw, rate):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
+        self.draw, self.rate = draw, rate
+
+    def forward(self, x):
+        out = self.linear(x).tanh()
+        if self.draw() >= self.rate:
+            out = out + nn.functional.linear(x, self.weight.reshape(WIDTH, WIDTH))
+        return out
+
+
+@pytest.mark.parametrize("name", ["torch.rand", "bernoulli", "bernoulli_"])
+def test_modules_that_draw_what_they_do_are_units_in_a_step_of_extreme_draws(name):
+    draw = (DRAWS | SOME_ARE_HIGH)[name]
+
+    def floor_bytes(rate):
+        layers = [SkipsAdapter(draw, rate) for _ in range(6)]
+        x = torch.ones(64, WIDTH)
+        profile = autosac.profile(nn.Sequential(*layers), x, loss_fn=torch.sum)
+        return autosac.floor(profile), profile.step.learned.seed
+
+    expected, ordinary = floor_bytes(0.0)  # no draw is lower
+    assert floor_bytes(0.7) == (
+        expected,
+        HIGHEST,
+    )  # and none is left out with a warning
+    assert ordinary == 0
+
+
 class DrawsRows(nn.Module):
     """Does much for the rows that a drawn mask has."""
 
