@@ -8,7 +8,7 @@ time in backward, it would do that twice, or meet other tensors.
 from __future__ import annotations
 
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
@@ -167,7 +167,7 @@ class _Copy:
         if type(present) is not self._type:
             return None
         empty = present.copy()  # with what its type keeps besides
-        empty.clear()
+        _base(empty).clear(empty)
         return empty
 
 
@@ -186,12 +186,20 @@ def _value(item: Any, present: Any) -> Any:
 
 
 def _refill(container: Any, content: Any) -> None:
-    """Make a container hold what it held."""
-    container.clear()
-    if isinstance(container, (list, deque)):
-        container.extend(content)
+    """Make a container hold what it held, past what its class does with items."""
+    base = _base(container)
+    base.clear(container)
+    if issubclass(base, dict):
+        for key, item in content.items():
+            base.__setitem__(container, key, item)
+    elif base is set:
+        set.update(container, content)
     else:
-        container.update(content)
+        base.extend(container, content)
+
+
+def _base(container: Any) -> Any:
+    return next(b for b in (OrderedDict, *_CONTAINERS) if isinstance(container, b))
 
 
 _Reference = tuple[_Attributes, str, weakref.ref[torch.Tensor]]

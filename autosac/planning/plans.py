@@ -38,8 +38,8 @@ _LATER_FIELDS = (
     *("backends", "headroom_bytes"),
 )
 _NOT_CALIBRATED = (
-    ", as is the memory that kernels take inside themselves: leave a"
-    " margin, or `autosac.calibrate` where the device is"
+    ", as is memory inside kernels: leave a margin, or `autosac.calibrate` where the"
+    " device is"
 )
 _MUCH_UNSTEADY = 0.1  # of the measured time
 

@@ -1,7 +1,7 @@
 """What a snapshot of a module's attributes brings back, and what it does not hold."""
 
 import weakref
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 import pytest
 import torch
@@ -15,6 +15,30 @@ def module_with(**attributes):
     for name, value in attributes.items():
         setattr(module, name, value)
     return module
+
+
+class Frozen(OrderedDict):
+    """Filled once, as the configurations of diffusers are."""
+
+    def update(self, *args, **kwargs):
+        raise TypeError("frozen")
+
+    def __setitem__(self, key, value):
+        if key in self or len(self) == 2:
+            raise TypeError("frozen")
+        super().__setitem__(key, value)
+
+
+def test_a_container_whose_class_forbids_changes_is_filled_again_past_it():
+    module = module_with(config=Frozen([("a", [1, 2]), ("b", 3)]))
+    attributes = Snapshots(module).take()
+    OrderedDict.clear(module.config)
+    config = module.config
+    present = attributes.resume()
+    assert module.config is config
+    assert list(config.items()) == [("a", [1, 2]), ("b", 3)]
+    present.restore()
+    assert not config
 
 
 def test_a_container_that_was_replaced_keeps_no_tensor_alive():
