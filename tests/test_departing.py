@@ -582,3 +582,45 @@ def test_a_layer_that_was_dropped_for_some_steps_is_recomputed_as_planned_again(
 
     assert plan.peak_bytes < plan.baseline_peak_bytes
     assert peak_bytes <= plan.peak_bytes
+
+
+class Varying(Dropped):
+    """A layer that leaves something out where it draws a low number."""
+
+    rate = 0.0
+
+    def forward(self, x):
+        hidden = self.up(x)
+        if torch.rand(1) >= self.rate:
+            hidden = hidden * 2
+        return x + self.down(torch.tanh(hidden).exp())
+
+
+def test_a_unit_that_draws_what_it_does_departs_within_the_budget_after_other_steps():
+    def make_model():
+        return nn.Sequential(*(Varying() for _ in range(3)))
+
+    def mean_square(output):
+        return output.square().mean()
+
+    case = Case(make_model, lambda: torch.randn(256, WIDTH), mean_square)
+    profile = autosac.calibrate(shared_profile(case), progress=False)
+    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
+    model, x = plan.apply(case.model()), case.inputs()
+
+    def step():
+        model.zero_grad()
+        mean_square(model(x)).backward()
+
+    def held():
+        return [*model.parameters(), x]
+
+    for _ in range(3):
+        step()
+    for layer in model:
+        layer.rate = 1.0  # above all draws
+    with pytest.warns(UserWarning, match="where its plan expects"):
+        _, peak_bytes = measure_peak(step, device="cpu", held=held)
+
+    assert plan.peak_bytes < plan.baseline_peak_bytes
+    assert peak_bytes <= plan.peak_bytes

@@ -146,11 +146,13 @@ class CheckpointedForward(StandIn):
         """Remember the ops of a call of a kind.
 
         It must have gone as planned to the end twice in a row: a model may change
-        itself in its first step, and a layer that is dropped ends early.
+        itself in its first step, and a layer that is dropped ends early. One that reads
+        numbers of tensors may depart in any step: to run again whole then, it is seen
+        whole each time.
         """
         if mode.record.code is not None or not mode.has_ended:
             self.as_planned.discard(kind)
-        elif kind in self.as_planned:
+        elif kind in self.as_planned and not mode.history.numbers:
             self.programs[kind] = (Program(mode), self.step.losses)
         else:
             self.as_planned.add(kind)
