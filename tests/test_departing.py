@@ -549,9 +549,11 @@ class Dropped(nn.Module):
         return x + self.down(torch.tanh(self.up(x)))
 
 
-def test_a_layer_that_was_dropped_for_some_steps_is_recomputed_as_planned_again():
+def planned_at_floor(layer):
+    """Three layers planned at their floor, a step of them, and what it holds."""
+
     def make_model():
-        return nn.Sequential(*(Dropped() for _ in range(3)))
+        return nn.Sequential(*(layer() for _ in range(3)))
 
     def mean_square(output):
         return output.square().mean()
@@ -565,8 +567,11 @@ def test_a_layer_that_was_dropped_for_some_steps_is_recomputed_as_planned_again(
         model.zero_grad()
         mean_square(model(x)).backward()
 
-    def held():
-        return [*model.parameters(), x]
+    return plan, model, x, step, lambda: [*model.parameters(), x]
+
+
+def test_a_layer_that_was_dropped_for_some_steps_is_recomputed_as_planned_again():
+    plan, model, x, step, held = planned_at_floor(Dropped)
 
     def drops(is_dropped):
         for layer in model:
@@ -597,23 +602,7 @@ class Varying(Dropped):
 
 
 def test_a_unit_that_draws_what_it_does_departs_within_the_budget_after_other_steps():
-    def make_model():
-        return nn.Sequential(*(Varying() for _ in range(3)))
-
-    def mean_square(output):
-        return output.square().mean()
-
-    case = Case(make_model, lambda: torch.randn(256, WIDTH), mean_square)
-    profile = autosac.calibrate(shared_profile(case), progress=False)
-    plan = autosac.plan(profile, memory_budget=autosac.floor(profile))
-    model, x = plan.apply(case.model()), case.inputs()
-
-    def step():
-        model.zero_grad()
-        mean_square(model(x)).backward()
-
-    def held():
-        return [*model.parameters(), x]
+    plan, model, _, step, held = planned_at_floor(Varying)
 
     for _ in range(3):
         step()

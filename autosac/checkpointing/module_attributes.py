@@ -8,14 +8,15 @@ time in backward, it would do that twice, or meet other tensors.
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
 
+from autosac.step.containers import CONTAINERS, base_of, set_items
+
 _PLAIN = (bool, int, float, complex, str, type(None))
-_CONTAINERS = (list, dict, set, deque)
 _DEEPEST = 3  # containers in containers
 _OF_PYTORCH = frozenset(vars(torch.nn.Module()))
 _TENSORS = ("_parameters", "_buffers")
@@ -50,7 +51,7 @@ class _Owner:
         self.containers = tuple(
             name
             for name, value in own.items()
-            if isinstance(value, _CONTAINERS) and name not in _OF_PYTORCH
+            if isinstance(value, CONTAINERS) and name not in _OF_PYTORCH
         )
 
     def take(self) -> _Taken:
@@ -79,7 +80,7 @@ class _Owner:
 def _nested(values: Iterable[Any], depth: int = _DEEPEST) -> Iterator[Any]:
     """Containers among values, and in these."""
     for value in values:
-        if isinstance(value, _CONTAINERS):
+        if isinstance(value, CONTAINERS):
             yield value
             if depth:
                 items = value.values() if isinstance(value, dict) else value
@@ -150,7 +151,7 @@ class _Copy:
             container = self._empty(present)
         if container is None:
             return present
-        _refill(container, content)
+        set_items(container, base_of(container), content)
         return container
 
     def _content_beside(self, present: Any) -> Any:
@@ -167,39 +168,20 @@ class _Copy:
         if type(present) is not self._type:
             return None
         empty = present.copy()  # with what its type keeps besides
-        _base(empty).clear(empty)
+        base_of(empty).clear(empty)
         return empty
 
 
 def _reference(value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
         return _Weak(value)
-    return (
-        _Copy(value, depth - 1) if depth and isinstance(value, _CONTAINERS) else value
-    )
+    return _Copy(value, depth - 1) if depth and isinstance(value, CONTAINERS) else value
 
 
 def _value(item: Any, present: Any) -> Any:
     if isinstance(item, _Copy):
         return item.restored(present)
     return item() if isinstance(item, _Weak) else item
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Make a container hold what it held, past what its class does with items."""
-    base = _base(container)
-    base.clear(container)
-    if issubclass(base, dict):
-        for key, item in content.items():
-            base.__setitem__(container, key, item)
-    elif base is set:
-        set.update(container, content)
-    else:
-        base.extend(container, content)
-
-
-def _base(container: Any) -> Any:
-    return next(b for b in (OrderedDict, *_CONTAINERS) if isinstance(container, b))
 
 
 _Reference = tuple[_Attributes, str, weakref.ref[torch.Tensor]]
@@ -308,24 +290,11 @@ class _Present:
     def restore(self) -> None:
         """Undo what was done to the attributes since."""
         for own, attributes, containers in self._saved:
-            if not _same(own, attributes):
-                own.clear()
-                own.update(attributes)
+            set_items(own, dict, attributes)
             for container, content in containers:
-                if not _same(container, content):
-                    _refill(container, content)
+                set_items(container, base_of(container), content)
 
 
 def _keep_only(attributes: _Attributes, names: Set[str]) -> None:
     for name in attributes.keys() - names:
         del attributes[name]
-
-
-def _same(container: Any, content: Any) -> bool:
-    """Whether a container holds the very objects that a copy of it holds."""
-    if len(container) != len(content):
-        return False
-    if isinstance(container, dict):
-        pairs = zip(container.items(), content.items(), strict=True)
-        return all(a is c and b is d for (a, b), (c, d) in pairs)
-    return all(a is b for a, b in zip(container, content, strict=True))

@@ -80,10 +80,7 @@ def find_candidates(
             continue
         why = schedule.why_gathered(module) if module else None
         if why and given and module in given:
-            raise ArgumentError(
-                f"`fsdp_units` names `{tape.modules[module].fqn}`, which can be no FSDP"
-                f" unit: {why}."
-            )
+            raise _no_unit(tape.modules[module].fqn, why)
         if why:
             del hooks[module]
     modules = sorted(hooks)
@@ -96,9 +93,7 @@ def find_candidates(
     for module in sorted({modules[place] for place in barred} & {*(given or ())}):
         fqn = tape.modules[module].fqn
         if why := schedule.reads.outside(fqn, tape.parameters):
-            raise ArgumentError(
-                f"`fsdp_units` names `{fqn}`, which can be no FSDP unit: {why}."
-            )
+            raise _no_unit(fqn, why)
     counts = Counter(looks.get(module) for module in modules)
     kinds: dict[Hashable, int] = {}
     return [
@@ -148,6 +143,12 @@ def _hooks(schedule: Schedule, module: int, param_dtype: str | None) -> Hooks:
     if hooks.pre_backward is None:
         raise UnsupportedError(f"{unit} takes no part in backward.")
     return hooks
+
+
+def _no_unit(fqn: str, why: str) -> ArgumentError:
+    return ArgumentError(
+        f"`fsdp_units` names `{fqn}`, which can be no FSDP unit: {why}."
+    )
 
 
 def _not_modelled(

@@ -9,6 +9,7 @@ from autosac._compat_distributed import has_sharding_rule, is_collective
 from autosac._compat_fakes import runs_on_real_copies
 from autosac.errors import ArgumentError, UnsupportedError
 from autosac.parallel.fsdp_optimizer import find_shards
+from autosac.parallel.fsdp_schedule import Schedule
 from autosac.parallel.parameter_reads import ParameterReads
 from autosac.parallel.sharding import Sharding, unit_around
 from autosac.profiles.profile import Profile
@@ -142,6 +143,17 @@ def check_reads(
             if homes != {unit}:
                 why = reads.outside(unit, [parameter])
                 raise ArgumentError(f"`{unit}` can be no FSDP unit: {why}.")
+
+
+def check_outputs(schedule: Schedule, module: int) -> None:
+    """Refuse a unit that reshards, if it must stay gathered until backward.
+
+    Raises:
+        ArgumentError: Names the op that changes its output in place.
+    """
+    if why := schedule.why_gathered(module):
+        fqn = schedule.tape.modules[module].fqn
+        raise ArgumentError(f"`{fqn}` can be no unit that reshards: {why}.")
 
 
 def check_inputs(

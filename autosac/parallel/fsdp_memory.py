@@ -48,9 +48,9 @@ import numpy as np
 
 from autosac import _compat
 from autosac._compat_distributed import is_collective
-from autosac.errors import ArgumentError
 from autosac.parallel.fsdp_checks import (
     check_inputs,
+    check_outputs,
     check_reads,
     check_step,
     check_types,
@@ -316,11 +316,8 @@ class RankSimulator:
         for unit in units:
             module = index[unit.fqn]
             hooks = self.schedule.hooks(module)
-            why = self.schedule.why_gathered(module)
-            if why and unit.fqn and sharding.reshards_to(unit) is not None:
-                raise ArgumentError(
-                    f"`{unit.fqn}` can be no unit that reshards: {why}."
-                )
+            if unit.fqn and sharding.reshards_to(unit) is not None:
+                check_outputs(self.schedule, module)
             if owned[unit.fqn] and hooks is not None:
                 check_inputs(self.tape, sharding, module, self.schedule.call(module))
             groups.append(

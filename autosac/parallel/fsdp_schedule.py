@@ -175,29 +175,30 @@ class Schedule:
         call = self.call(module)
         if call is None:
             return None
-        views = {
-            storage
-            for op in self._ops_between(call.enter, call.exit)
-            if op.is_view and op.name != "aten._unsafe_view.default"
-            for storage in op.reads
-        }
-        for storage in views.intersection(call.outputs):
-            for op in self._writes.get(storage, []):
-                if op.start > call.exit:
-                    fqn = self.tape.modules[module].fqn
-                    source = f" ({op.source})" if op.source else ""
-                    return (
-                        f"the output of `{fqn}` is a view that `{op.name}`{source}"
-                        " changes in place, which drops FSDP2's hook that gathers its"
-                        " parameters for backward: make a new tensor there, as `y = y +"
-                        " x` does"
-                    )
+        for storage in call.outputs:
+            writes = self._writes.get(storage, [])
+            op = next((op for op in writes if op.start > call.exit), None)
+            if op is not None and self._is_view(storage, call):
+                fqn = self.tape.modules[module].fqn
+                source = f" ({op.source})" if op.source else ""
+                return (
+                    f"the output of `{fqn}` is a view that `{op.name}`{source} changes"
+                    " in place, which drops FSDP2's hook that gathers its parameters"
+                    " for backward: make a new tensor there, as `y = y + x` does"
+                )
         return None
 
-    def _ops_between(self, begin: int, end: int) -> tuple[Op, ...]:
-        return self.tape.ops[
-            bisect_left(self._op_ends, begin) : bisect_left(self._op_ends, end)
-        ]
+    def _is_view(self, storage: int, call: ModuleCall) -> bool:
+        """Whether a module's forward makes a view of a storage that autograd knows."""
+        begin, end = (
+            bisect_left(self._op_ends, tick) for tick in (call.enter, call.exit)
+        )
+        return any(
+            op.is_view
+            and storage in op.reads
+            and op.name != "aten._unsafe_view.default"
+            for op in self.tape.ops[begin:end]
+        )
 
     @cached_property
     def _writes(self) -> dict[int, list[Op]]:

@@ -8,7 +8,9 @@ inside the parent.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from operator import attrgetter
 
 from autosac.step.tape import FORWARD_PHASES, Op, Parameter, Tape
 
@@ -27,10 +29,13 @@ class ParameterReads:
 
     def __init__(self, tape: Tape) -> None:
         self._modules = tape.modules
-        self._runs: dict[str, list[tuple[int, int]]] = {}
-        for call in tape.calls:
-            name = tape.modules[call.module].fqn
-            self._runs.setdefault(name, []).append((call.enter, call.exit))
+        # Of each module where calls begin, and the latest end of all calls so far.
+        self._runs: dict[str, tuple[list[int], list[int]]] = {}
+        for call in sorted(tape.calls, key=attrgetter("enter")):
+            fqn = tape.modules[call.module].fqn
+            enters, exits = self._runs.setdefault(fqn, ([], []))
+            enters.append(call.enter)
+            exits.append(max(call.exit, exits[-1] if exits else call.exit))
         storages = {parameter.storage for parameter in tape.parameters}
         self._reads: dict[int, list[Op]] = {}
         for op in tape.ops:
@@ -73,12 +78,9 @@ class ParameterReads:
 
     def _first_outside(self, parameter: Parameter, module: str) -> Op | None:
         """The first op that reads a parameter while a module does not run."""
-        runs = self._runs.get(module, [])
-        return next(
-            (
-                op
-                for op in self._reads.get(parameter.storage, [])
-                if not any(enter < op.start < leave for enter, leave in runs)
-            ),
-            None,
-        )
+        enters, exits = self._runs.get(module, ([], []))
+        for op in self._reads.get(parameter.storage, []):
+            num_begun = bisect_left(enters, op.start)
+            if not num_begun or exits[num_begun - 1] <= op.start:
+                return op
+        return None

@@ -79,7 +79,7 @@ class ExtremeDraws(TorchFunctionMode):
                 for _ in range(_NUM_DRAWN - 1):
                     best = further(best, func(*args, **kwargs))
                 out.detach().copy_(best)
-                if version is not None:  # one draw: units compare versions
+                if version is not None:  # one draw, also where each is in place
                     set_version(out, version)
         return out
 

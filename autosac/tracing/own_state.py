@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from operator import is_
 from typing import Any
 
 import torch
 
 from autosac import _compat, _compat_dispatch, _compat_fakes
 from autosac.step import copies_on_write
+from autosac.step.containers import set_items, snapshot
 from autosac.step.random_streams import GENERATORS, generators_kept
 from autosac.tracing.learned import Learned
 from autosac.tracing.reached_state import (
@@ -245,51 +244,3 @@ def _clear(value: Any) -> None:
 def _empty(containers: list[dict[Any, Any]]) -> None:
     for container in containers:
         container.clear()
-
-
-def set_items(value: Any, base: Any, old: Any) -> None:
-    """Fill a container again, past what its class does with items."""
-    now = snapshot(value, base)
-    if _is_same(now, old):
-        return
-    if not isinstance(now, set) and _are_alike(now, old):  # others may iterate over it
-        places = old.items() if isinstance(old, dict) else enumerate(old)
-        for place, item in places:
-            if now[place] is not item:
-                base.__setitem__(value, place, item)
-        return
-    base.clear(value)
-    if issubclass(base, dict):
-        for key, item in old.items():
-            base.__setitem__(value, key, item)
-    elif base is set:
-        set.update(value, old)
-    else:
-        base.extend(value, old)
-
-
-def _are_alike(one: Any, other: Any) -> bool:
-    """Whether snapshots have the same places, in the same order."""
-    if len(one) != len(other):
-        return False
-    return not isinstance(one, dict) or all(map(is_, one, other))
-
-
-def snapshot(value: Any, base: Any) -> Any:
-    """Items as they are now, taken at once: threads may change a container."""
-    if base is dict:
-        return dict.copy(value)
-    if base is OrderedDict:
-        return dict(zip(list(base.keys(value)), list(base.values(value)), strict=False))
-    return set.copy(value) if base is set else list(base.__iter__(value))
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether snapshots hold the same objects in the same order."""
-    if len(one) != len(other):
-        return False
-    if isinstance(one, set):
-        return one.issubset(other)
-    if isinstance(one, dict) and not all(map(is_, one.values(), other.values())):
-        return False
-    return all(map(is_, one, other))

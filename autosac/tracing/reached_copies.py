@@ -18,14 +18,13 @@ from typing import Any
 import torch
 
 from autosac.step.arguments import warn
+from autosac.step.containers import set_items, snapshot
 from autosac.tracing.learned import Learned, Retrace
 from autosac.tracing.own_state import (
     set_cell,
-    set_items,
     set_members,
     set_name,
     set_slot,
-    snapshot,
 )
 from autosac.tracing.reached_state import (
     ATOMS,

@@ -6,15 +6,13 @@ What is true is said by FSDP2 itself, on a process group that moves nothing.
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import autosac
-from autosac._compat_distributed import fake_group
 from autosac.parallel.fsdp_candidates import find_candidates
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.fsdp_schedule import Schedule
 from autosac.parallel.sharding import Sharding, fsdp_units
+from tests.parallel.resharding import runs_with
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -71,19 +69,6 @@ UNITS = [
     (True, ROWS, "blocks.0", True),  # whose output is no view
     (True, ROWS, "blocks.1.up", True),
 ]
-
-
-def runs_with(model, inputs, fqn):
-    """Whether FSDP2 runs a step in which a module reshards."""
-    with fake_group(2):
-        mesh = init_device_mesh("cpu", (2,))
-        fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-        try:
-            model(inputs).sum().backward()
-        except RuntimeError:
-            return False
-        return all(p.grad is not None for p in model.parameters())
 
 
 def profile_of(model, inputs):

@@ -6,16 +6,14 @@ What is true is said by FSDP2 itself, on a process group that moves nothing.
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 import autosac
-from autosac._compat_distributed import fake_group
 from autosac.parallel.fsdp_candidates import find_candidates
 from autosac.parallel.fsdp_memory import RankSimulator
 from autosac.parallel.fsdp_schedule import Schedule
 from autosac.parallel.sharding import Sharding, fsdp_units
+from tests.parallel.resharding import runs_with
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -104,17 +102,6 @@ UNITS = [
 ]
 
 
-def steps(model, inputs, shard):
-    """Whether FSDP2 runs a step of a model that is sharded like this."""
-    with fake_group(2):
-        shard(model)
-        try:
-            model(inputs).sum().backward()
-        except RuntimeError:
-            return False
-        return all(p.grad is not None for p in model.parameters())
-
-
 def plan_two_ranks(model, inputs, **options):
     options = {"memory_budget": "1GiB", "loss_fn": torch.sum, **options}
     return autosac.plan_parallel(
@@ -134,17 +121,6 @@ def profile_of(name):
     return autosac.profile(kind(), inputs, loss_fn=torch.sum, optimizer=optimizer)
 
 
-def unit(fqn):
-    """Makes a module a unit that reshards, and the model one."""
-
-    def shard(model):
-        mesh = init_device_mesh("cpu", (2,))
-        fully_shard(model.get_submodule(fqn), mesh=mesh, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False)
-
-    return shard
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_all_candidates_that_may_be_units_run_as_such(name):
     kind, inputs = MODELS[name]
@@ -152,13 +128,13 @@ def test_all_candidates_that_may_be_units_run_as_such(name):
     may_be = {own.fqn for own in candidates if own.fqn and own.can_be_unit}
     assert may_be
     for fqn in may_be:
-        assert steps(kind(), inputs, unit(fqn)), fqn
+        assert runs_with(kind(), inputs, fqn), fqn
 
 
 @pytest.mark.parametrize(("name", "fqn", "runs"), UNITS)
 def test_a_named_unit_is_refused_just_where_pytorch_meets_a_shard(name, fqn, runs):
     kind, inputs = MODELS[name]
-    assert steps(kind(), inputs, unit(fqn)) == runs
+    assert runs_with(kind(), inputs, fqn) == runs
     ranks = RankSimulator(profile_of(name))
     sharding = Sharding(units=fsdp_units([fqn]), shard_degree=2)
     if runs:
