@@ -14,8 +14,9 @@ import autosac
 from autosac.cli.demo import GPT
 from autosac.simulation.simulator import Simulator
 from autosac.solving import repair, slack
+from autosac.solving.choosing import Chooser
 from autosac.solving.correcting import Search
-from autosac.solving.incumbents import most_rules, recompute_ms
+from autosac.solving.incumbents import Incumbents, most_rules, recompute_ms
 from autosac.solving.solve_options import SolveOptions
 from autosac.units.curves import kept, policy_of, trade_off
 from tests.busy import alone_and_in_turns
@@ -429,3 +430,44 @@ def test_the_floor_is_the_lowest_of_what_was_found_before_and_after_trimming(set
     lowest = chooser.lowest()
 
     assert chooser.true_peak_bytes(lowest) <= chooser.true_peak_bytes(untrimmed)
+
+
+class AddsToOne(Simulator):
+    """A simulator by which any choice with some unit takes more than it does."""
+
+    def __init__(self, own, unit):
+        vars(self).update(vars(own))
+        self.unit = unit
+
+    def true_peak_bytes(self, chosen):
+        return super().true_peak_bytes(chosen) + self._added_bytes(chosen)
+
+    def fits(self, chosen, budget_bytes):
+        return self.true_peak_bytes(chosen) <= budget_bytes
+
+    def true_timeline(self, chosen):
+        timeline = super().true_timeline(chosen)
+        live_bytes = timeline.live_bytes + self._added_bytes(chosen)
+        return replace(timeline, live_bytes=live_bytes)
+
+    def _added_bytes(self, chosen):
+        return 300_000 * (self.unit in chosen)
+
+
+def test_a_search_whose_first_choice_breaks_the_budget_goes_on():
+    profile = _profile("small gpt", "cpu")
+    budget = _budgets(profile)[3]
+    best = _chosen(profile, profile.simulator, budget)
+    unit = max(best, key=lambda unit: best[unit].choices.count("R"))
+
+    choice = _chosen(profile, AddsToOne(profile.simulator, unit), budget)
+
+    profile.leave_out([unit.fqn], "it takes more")
+    expected = _chosen(profile, profile.simulator, budget)
+    assert recompute_ms(best) <= recompute_ms(choice) <= 1.1 * recompute_ms(expected)
+
+
+def _chosen(profile, simulator, budget):
+    """The choice of a search that knows of no other."""
+    chooser = Chooser(simulator, profile.formulation, Incumbents(simulator, ()))
+    return chooser.choose(budget, SolveOptions())[0]

@@ -108,8 +108,9 @@ def _choose_units(
         low = lowest(profile)
         if chosen is None and profile.peak_bytes(low) <= budget_bytes:
             return _roomiest(profile, low, budget_bytes, options)
-        if chosen is not None and recompute_ms(low) < recompute_ms(chosen):
-            chosen = low
+        if chosen is not None and recompute_ms(chosen) > bound_ms:
+            of_floor, _ = _roomiest(profile, low, profile.peak_bytes(low), options)
+            chosen = min(chosen, of_floor, key=recompute_ms)
     return chosen, bound_ms
 
 

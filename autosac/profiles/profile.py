@@ -238,7 +238,7 @@ def profile_of_step(
             t.requires_grad for t in tensors_in((step.args, step.kwargs))
         ),
     )
-    return replace(new_profile, redrawn=_redrawn(new_profile))
+    return _with_redrawn(new_profile)
 
 
 def allocator_of(step: Step, given: AllocatorSettings | None) -> AllocatorSettings:
@@ -248,13 +248,15 @@ def allocator_of(step: Step, given: AllocatorSettings | None) -> AllocatorSettin
     return given or AllocatorSettings()
 
 
-def _redrawn(profile: Profile) -> tuple[TracedStep, ...]:
-    """The other variants of the step, without the user's objects."""
+def _with_redrawn(profile: Profile) -> Profile:
+    """A profile with the other variants of its step, without the user's objects."""
+    learned = profile.step.learned
     template = replace(profile, redrawn=()).traced()
-    return tuple(
+    redrawn = tuple(
         replace(template, tape=tape, costs=modelled_costs(tape, profile.device))
-        for tape in profile.step.learned.redrawn
+        for tape in learned.redrawn
     )
+    return replace(profile, redrawn=redrawn, is_largest=learned.is_largest)
 
 
 def calibrate(
@@ -328,7 +330,7 @@ def _calibrated(
             warn_of_first_step(tape)
             costs = modelled_costs(tape, profile.device)
             profile = replace(profile, step=step, tape=tape, costs=costs)
-            profile = replace(profile, redrawn=_redrawn(profile))
+            profile = _with_redrawn(profile)
     spec = _with_host(profile, device)  # first: its workspaces are given back by others
     how = partial(
         calibrated, device=device, cache=cache, refresh=refresh, progress=progress

@@ -73,6 +73,7 @@ class TracedStep(Summarized):
         signature: Of its batch.
         redrawn: The step as it is with other random numbers, or after some training,
             if these decide sizes.
+        is_largest: None of these does what it does not do.
         given: Which modules may be AC units, if the user says so.
         allocator: How the program uses PyTorch's allocator on a GPU.
         cap: What a budget caps there.
@@ -94,6 +95,7 @@ class TracedStep(Summarized):
     sequences: frozenset[str]
     signature: BatchSignature
     redrawn: tuple[TracedStep, ...] = ()
+    is_largest: bool = False
     given: GivenUnits = ALL_UNITS
     allocator: AllocatorSettings = field(default_factory=AllocatorSettings)
     cap: Cap = "allocated"
@@ -387,7 +389,9 @@ class TracedStep(Summarized):
     @cached_property
     def _varied(self) -> VariedSimulator:
         choices = self.rules.some(most_rules(self.simulator))
-        return VariedSimulator(self.simulator, self.redrawn, choices)
+        return VariedSimulator(
+            self.simulator, self.redrawn, choices, is_largest=self.is_largest
+        )
 
     def room_bytes(self, chosen: Mapping[Unit, Policy]) -> int:
         """How far below a budget a peak must stay for the steps that come."""

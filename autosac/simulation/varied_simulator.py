@@ -45,6 +45,7 @@ class VariedSimulator(Simulator):
         own: The simulator of the step; what it knows is shared.
         variants: The step as it may be.
         choices: Some that nobody has picked, of all peaks.
+        is_largest: The step does all that others do, with other draws, or more.
     """
 
     def __init__(
@@ -52,9 +53,12 @@ class VariedSimulator(Simulator):
         own: Simulator,
         variants: Sequence[Variant],
         choices: Iterable[Mapping[Unit, Policy]],
+        *,
+        is_largest: bool = False,
     ) -> None:
         vars(self).update(vars(own))
         self._variants = variants
+        self._times_apart = 0 if is_largest else _TIMES_APART
         self._margins: dict[frozenset[tuple[Unit, Policy]], int] = {}
         by_peak = sorted(
             ((self.peak_bytes(choice), choice) for choice in choices if choice),
@@ -89,12 +93,12 @@ class VariedSimulator(Simulator):
         """Margin of a choice by its variants.
 
         Above the highest peak of the few that were traced, three times as much as these
-        are apart: a heuristic.
+        are apart: a heuristic. Nothing where the step does all that others do.
         """
         own_bytes = self.peak_bytes(chosen, workspaces=False)
         peaks = peaks_of_variants(self._variants, chosen)
         above = [0, *(peak_bytes - own_bytes for peak_bytes in peaks)]
-        return max(above) + _TIMES_APART * (max(above) - min(above))
+        return max(above) + self._times_apart * (max(above) - min(above))
 
     def takes_replay(self, chosen: Mapping[Unit, Policy]) -> bool:
         """Whether nobody has asked for a true peak before, which takes a while."""

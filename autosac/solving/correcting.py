@@ -318,11 +318,12 @@ class Search:
         """Whether what is left to gain is within the gap that was asked for."""
         least_ms = max(self.bound_ms, self._breaking_ms)
         gap = max(gap, self.options.relative_gap)
-        return self.time_ms - least_ms <= gap * self.time_ms
+        return self.choice is not None and self.time_ms - least_ms <= gap * self.time_ms
 
     def is_within(self, gap: float) -> bool:
         """Whether the best choice that fits is proven to be this close to the least."""
-        return self.time_ms - self.bound_ms <= gap * self.time_ms
+        is_near = self.time_ms - self.bound_ms <= gap * self.time_ms
+        return self.choice is not None and is_near
 
     def _excess(self, choice: Choice) -> int:
         """True peak above the budget."""

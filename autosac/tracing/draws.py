@@ -66,8 +66,11 @@ def largest(
     draws_extremes: Callable[[], bool],
     *,
     drawn: bool,
-) -> tuple[int, list[Tape]]:
+) -> tuple[int, list[Tape], bool]:
     """The variant of a step that takes most memory; its tape, and some that differ.
+
+    And whether it does what the step of extreme draws does, if that does all that
+    others do.
 
     Args:
         tape: That of variant 0.
@@ -104,7 +107,8 @@ def largest(
     best = known[variant] if variant in known else traced(variant)
     others = {_outline(other): other for other in tapes.values()}
     others.pop(_outline(best), None)
-    return variant, [best, *others.values()]
+    is_extreme = _outline(best) in map(_outline, extremes.values())
+    return variant, [best, *others.values()], is_extreme
 
 
 def plain_peak_bytes(tape: Tape) -> int:

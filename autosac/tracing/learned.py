@@ -54,6 +54,7 @@ class Learned:
         largest_write: Bytes of the largest tensor of the user's that it writes to and
             that is not copied for it; None if no run has shown all that it writes to.
         redrawn: Its tapes with other seeds and updates, if these decide sizes.
+        is_largest: None of them does what it does not do.
     """
 
     calls: KnownCalls = field(default_factory=dict)
@@ -75,6 +76,7 @@ class Learned:
     condition: bool | None = None
     largest_write: int | None = None
     redrawn: list[Tape] = field(default_factory=list)
+    is_largest: bool = False
 
 
 class LiveViews:

@@ -47,7 +47,7 @@ def trace(step: Step) -> Tape:
             return tape
         is_real = step.learned.real
         become = partial(_become, step, drawn=drawn, trained=trained)
-        variant, tapes = draws.largest(
+        variant, tapes, is_extreme = draws.largest(
             tape,
             lambda variant: _tried(trace_once, become(variant)),
             lambda variant: _tried(_storages, become(variant)),
@@ -59,6 +59,7 @@ def trace(step: Step) -> Tape:
             return trace(step)
         become(variant)
         tape, *step.learned.redrawn = tapes
+        step.learned.is_largest = is_extreme and not trained
     finally:
         let_go_of_copies(step, after_each=False)
     return tape

@@ -10,6 +10,7 @@ from torch import nn
 import autosac
 from autosac.step import extreme_draws
 from autosac.step.random_streams import HIGHEST, LOWEST, seeded_streams
+from autosac.verification.measuring import measure_peak
 
 NUM_LAYERS, WIDTH = 10, 8
 DRAWS = {
@@ -214,3 +215,55 @@ def test_draws_that_no_step_survives_change_nothing_in_how_others_are_traced():
     assert not profile.step.learned.real
     budget = autosac.floor(profile)
     assert autosac.plan(profile, memory_budget=budget).peak_bytes <= budget
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x):
+        return x + self.narrow(self.wide(x).tanh())
+
+
+class DropsResiduals(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.layers = nn.ModuleList(Residual() for _ in range(4))
+        self.draw = draw
+
+    def forward(self, x):
+        for layer in self.layers:
+            if self.draw() >= 0.7:
+                x = layer(x)
+        return x + self.layers[0].narrow.bias
+
+
+def test_layers_that_some_steps_drop_take_no_memory_besides():
+    """Plans are those of the model that keeps all layers, and no step takes more."""
+    x = torch.ones(64, WIDTH)
+
+    def plans(model):
+        profile = autosac.profile(model, x, loss_fn=torch.sum)
+        low, high = autosac.floor(profile), profile.baseline_peak_bytes
+        budgets = [low + (high - low) * part // 8 for part in (4, 1, 0, 6)]
+        return [autosac.plan(profile, memory_budget=budget) for budget in budgets]
+
+    def figures(plan):
+        return plan.budget_bytes, plan.peak_bytes, plan.recompute_ms
+
+    model = DropsResiduals(DRAWS["torch.rand"])
+    found, expected = plans(model), plans(DropsResiduals(lambda: 1.0))
+
+    assert list(map(figures, found)) == list(map(figures, expected))
+    held = [*model.parameters(), x]
+    for plan in found:
+        plan.apply(model)
+        for seed in range(6):
+            torch.manual_seed(seed)
+            _, peak_bytes = measure_peak(
+                lambda: model(x).sum().backward(), device="cpu", held=lambda: held
+            )
+            assert peak_bytes <= plan.peak_bytes
+            model.zero_grad()
+        plan.unapply(model)
