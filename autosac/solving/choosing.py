@@ -30,8 +30,9 @@ _OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one,
 _OWN_WORK = MOST_WORK // 4  # and the work of all of them
 _OWN_MENDS = 6
 _LEAST_WORK = MOST_WORK // 16  # of the search in the smallest blocks,
-_LEAST_MENDS = 4
+_LEAST_MENDS = 4  # where the gap is small
 _LITTLE_LEFT = 1 / 64  # in blocks, of what a plan must free: hardly any is cheaper
+_SMALL_GAP = 0.02
 _FEW_POINTS = 2500  # whose numbers take half a second to work out
 _WIDE_GAP = 0.05  # that is worth some seconds
 _NEAR_FLOOR = 2**-7  # of the least peak
@@ -174,7 +175,8 @@ class Chooser(StepModel):
         """Search once more, in blocks so small that no choice that fits is missed.
 
         None if that takes long, or where requests leave little of their blocks in the
-        plain step: under another plan they may leave less.
+        plain step: under another plan they may leave less. Where the gap is not small,
+        it has as much work as the first search, and goes on if they leave anything.
         """
         is_long = self._num_points > _FEW_POINTS or search.work > MOST_WORK
         if self._usual is None or is_long:
@@ -183,10 +185,12 @@ class Chooser(StepModel):
         plain = self._simulator.in_blocks.baseline.live_bytes
         left_bytes = int((plain - least).max())
         to_free_bytes = self.true_peak_bytes({}) - search.budget_bytes
-        if left_bytes <= _LITTLE_LEFT * to_free_bytes:
+        is_near = search.is_within(_SMALL_GAP)
+        if left_bytes <= (_LITTLE_LEFT * to_free_bytes if is_near else 0):
             return None
+        most_work = _LEAST_WORK if is_near else MOST_WORK
         other = self._second_search(
-            self._in_least_blocks, search, _LEAST_WORK, _LEAST_MENDS
+            self._in_least_blocks, search, most_work, _LEAST_MENDS
         )
         other.look_one_by_one(is_quick=True)
         search.offer(other.choice)
