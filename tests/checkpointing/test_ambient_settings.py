@@ -114,6 +114,7 @@ def test_what_runs_under_another_setting_is_saved(around):
     assert done.measured_peak_bytes == plan.peak_bytes <= plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_setting_that_holds_in_the_whole_step_forbids_nothing():
     def make_model():
         return nn.Sequential(*[Block(contextlib.nullcontext) for _ in range(3)])

@@ -279,6 +279,7 @@ def test_what_fsdp_gathers_in_another_type_is_not_said():
             model(x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_rows", [64, 32])
 def test_what_forward_makes_first_in_a_later_step_is_said_if_no_batch_differs(num_rows):
     batches = [torch.randn(rows, WIDTH) for rows in (64, 32)]

@@ -51,6 +51,7 @@ def profiled(model):
 
 
 # What its quantized tensors leave of the peak, of which one op keeps more.
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(("version", "share"), [(0, 0.5), (1, 0.7)])
 def test_observers_are_updated_once_and_what_they_do_not_make_is_rerun(version, share):
     profile = profiled(quantized(version))
@@ -84,6 +85,7 @@ def test_a_stage_saves_what_reads_a_statistic_that_other_micro_batches_change(ve
     assert all(pinned)
 
 
+@pytest.mark.slow
 def test_observers_that_have_seen_nothing_ask_for_one_call_of_the_model():
     model = quantized(0, num_blocks=1, is_new=True)
     profile = autosac.profile(model, batch(), loss_fn=loss_fn)

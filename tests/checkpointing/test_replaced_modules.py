@@ -143,6 +143,7 @@ def plan_of(model, x, budget):
     )
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("what", ["module", "forward"])
 def test_each_of_several_that_are_replaced_is_said(what):
     model = torch.nn.Sequential(*blocks(), *blocks())

@@ -303,6 +303,7 @@ class DropsBlocks(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_where_no_room_is_left_the_fastest_choice_of_least_peak_is_planned():
     _, traced = traced_experts(torch.randn)
     least, units = floor(traced), traced.formulation

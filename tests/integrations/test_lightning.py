@@ -372,6 +372,7 @@ class WithKeywordOnly(Network):
         return super().training_step(batch, batch_idx)
 
 
+@pytest.mark.slow
 def test_a_step_is_planned_with_the_arguments_that_the_trainer_passes():
     plain, _ = train(kind=WithKeywordOnly, max_steps=2)
     budget = silent("1GiB")
@@ -515,6 +516,7 @@ def tune_sizes(trainer, module):
     Tuner(trainer).scale_batch_size(module, **options)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize(
     ("finders", "tune"),
     [
@@ -544,6 +546,7 @@ def test_trials_of_finders_keep_the_budget_and_find_the_same(
     assert not budget._undo
 
 
+@pytest.mark.slow
 def test_a_finder_goes_back_to_the_largest_size_that_a_plan_fits(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InfeasibleBudgetError) as caught:

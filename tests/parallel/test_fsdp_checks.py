@@ -92,6 +92,7 @@ def test_fused_optimizers_that_distributed_tensors_refuse_name_those_that_step(
         RankSimulator(CASE.profile(partial(kind, lr=0.1, **fix)))
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_a_step_that_distributed_tensors_take_on_whole_copies_first_is_refused(kind):
     def with_tensor(parameters, **options):

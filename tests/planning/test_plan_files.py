@@ -218,6 +218,7 @@ def _put(record, path, value):
     record[last] = value
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* was planned with torch")
 def test_no_value_of_another_kind_is_an_error_later(saved):
     # Whatever loads can be shown.

@@ -91,6 +91,7 @@ class SkipsAdapter(nn.Module):
         return out
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["torch.rand", "bernoulli", "bernoulli_"])
 def test_modules_that_draw_what_they_do_are_units_in_a_step_of_extreme_draws(name):
     draw = (DRAWS | SOME_ARE_HIGH)[name]
