@@ -150,16 +150,19 @@ def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     Norms of a bfloat16 input with float32 parameters keep their statistics in float32
     (aten/src/ATen/native: Normalization, layer_norm, group_norm); their fake kernels
     say bfloat16. Batch norm in bfloat16 alone returns running statistics in that type;
-    its fake kernel says float32. A group norm's result has the memory format of its
-    input, as the input's gradient has, and that has its type, too; fake kernels give
-    contiguous ones, and the weight's type. oneDNN's LSTM saves bytes for its backward,
-    often more than its output has (aten/src/ATen/native/mkldnn/RNN.cpp); its fake one
-    says none.
+    its fake kernel says float32. In evaluation it saves none, as a GPU does. A group
+    norm's result has the memory format of its input, as the input's gradient has, and
+    that has its type, too; fake kernels give contiguous ones, and the weight's type.
+    oneDNN's LSTM saves bytes for its backward, often more than its output has
+    (aten/src/ATen/native/mkldnn/RNN.cpp); its fake one says none.
     Attention in float64 keeps its statistics in that type (FlashAttentionKernel.cpp);
     in torch 2.10 its fake kernel says float32. Norms of float16 weights are in float32
     (WeightNorm.cpp); before torch 2.15 their fake kernel says float16.
+    Bags of embeddings: see `_bags`.
     """
     name = str(func)
+    if name in _BAGS:
+        return _bags(*args, out=out, trains=_BAGS[name])
     if name == _ATTENTION and args[0].dtype == torch.float64:
         return (out[0], out[1].to(torch.float64))
     if name == "aten._weight_norm_interface.default" and args[1].itemsize == 2:
@@ -179,8 +182,52 @@ def on_cpu(func: Any, args: tuple[Any, ...], out: Any) -> Any:
     if not given or given[0].device.type != "cpu":
         return out
     statistics = [statistic.to(given[0].dtype) for statistic in out[1:3]]
+    if name == "aten.native_batch_norm.default" and not args[5]:
+        statistics = [statistic.new_empty(0) for statistic in statistics]
     running = zip(out[3:], args[3:5], strict=False)  # the new ones, and the old
     return (out[0], *statistics, *(new.to(old.dtype) for new, old in running))
+
+
+_BAGS = {  # and whether a gradient may follow
+    "aten._embedding_bag.default": True,
+    "aten._embedding_bag_forward_only.default": False,
+}
+_FAST_SUMS = {torch.float32, torch.float16, torch.bfloat16}
+
+
+def _bags(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    _: bool = False,
+    mode: int = 0,
+    __: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+    *,
+    out: Any,
+    trains: bool,
+) -> Any:
+    """Results of bags of embeddings in the memory that they are made in.
+
+    The bag of each index is found in memory of one index more; sums that are fast have
+    none of it, in bfloat16 neither, of which the fake kernel does not know. Sizes of
+    bags lie in memory of one for each offset, though the last one begins no bag where
+    it is given (`make_offset2bag`, `make_bag_size` and `is_fast_path_index_select` in
+    aten/src/ATen/native: EmbeddingBag.cpp).
+    """
+    results = list(out)
+    is_fast = mode == 0 and weight.dtype in _FAST_SUMS and padding_idx < 0
+    is_fast &= weight.stride(1) == 1
+    if per_sample_weights is not None:
+        is_fast &= per_sample_weights.stride(0) == 1
+    found = indices.new_empty(0 if is_fast else len(indices) + 1)
+    results[1] = found if is_fast else found[:-1]
+    counts = offsets.new_empty(len(offsets))
+    if mode == 0 and not trains:
+        return (*results[:2], counts, torch.empty_like(counts))
+    return (*results[:2], counts[: len(out[0])], results[3])
 
 
 def _laid_out_as(images: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

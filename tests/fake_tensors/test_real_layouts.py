@@ -7,19 +7,20 @@ from torch.utils._pytree import tree_map_only
 
 from autosac import _compat
 from autosac.fake_tensors import real_layouts
+from autosac.fake_tensors.values import run_op
 from autosac.pytrees import tensors_in
 
 aten = torch.ops.aten
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def batch_norm(func, dtype, parameters, *, affine=True, running=True):
+def batch_norm(func, dtype, parameters, *, affine=True, running=True, trains=True):
     def arguments():
         weights = [torch.ones(6, dtype=parameters) for _ in range(2)]
         given = weights if affine else [None, None]
         if running:
             given += [torch.ones(6, dtype=parameters) for _ in range(2)]
-        return torch.ones(4, 6, dtype=dtype), *given, True, 0.1, 1e-5
+        return torch.ones(4, 6, dtype=dtype), *given, trains, 0.1, 1e-5
 
     return func, arguments
 
@@ -41,6 +42,19 @@ def weight_norm(dtype):
     return aten._weight_norm_interface.default, arguments
 
 
+def bags(func, dtype, mode, *, last=False, padding=-1, order="rows", each=None):
+    def arguments():
+        weight = torch.ones(9, 4, dtype=dtype)
+        weight = weight if order == "rows" else weight.t().contiguous().t()
+        offsets, per_sample = torch.tensor([0, 2, 5]), None
+        if each is not None:
+            per_sample = torch.ones(7 * each, dtype=dtype)[::each]
+        options = False, mode, False, per_sample, last, padding
+        return weight, torch.zeros(7, dtype=torch.long), offsets, *options
+
+    return func, arguments
+
+
 legit, functional = (
     aten._native_batch_norm_legit,
     aten._native_batch_norm_legit_functional,
@@ -54,8 +68,27 @@ CASES = {
     "no weights": batch_norm(functional.default, BF16, FP32, affine=False),
     "no running statistics": batch_norm(legit.no_stats, BF16, FP32, running=False),
     "neither": batch_norm(legit.no_stats, BF16, BF16, affine=False, running=False),
+    **{
+        f"{func} in evaluation {dtype}": batch_norm(func, dtype, FP32, trains=False)
+        for func in (aten.native_batch_norm.default, legit.default, functional.default)
+        for dtype in (BF16, FP32)
+    },
     "smooth l1": loss_backward(aten.smooth_l1_loss_backward.default, BF16, FP32, 1.0),
     "soft margin": loss_backward(aten.soft_margin_loss_backward.default, BF16, FP32),
+    **{
+        f"{func} {dtype} {mode} {options}": bags(func, dtype, mode, **options)
+        for func in (
+            aten._embedding_bag.default,
+            aten._embedding_bag_forward_only.default,
+        )
+        for dtype in (FP32, BF16, FP16, torch.float64)
+        for mode, options in (
+            *((mode, {}) for mode in range(3)),
+            *((mode, {"last": True}) for mode in range(3)),
+            *((0, options) for options in ({"padding": 0}, {"order": "columns"})),
+            *((0, {"each": each}) for each in (1, 2)),
+        )
+    },
     "weight norm in bfloat16": weight_norm(BF16),
     "weight norm in float16": weight_norm(FP16),
 }
@@ -75,7 +108,7 @@ def test_a_fake_result_has_the_types_and_bytes_of_a_real_one(func, arguments):
     real = func(*arguments())
     with FakeTensorMode():
         args = arguments()
-        fake = real_layouts.on_cpu(func, args, func(*args))
+        fake = run_op(func, args, {}, list(tensors_in(args)))
 
     assert layouts(fake) == layouts(real)
 
