@@ -23,6 +23,7 @@ _DISTURBED = 4  # dry runs that other threads may have disturbed, before one is 
 _MANY_OPS = 10_000  # of a step whose dry run takes seconds
 _STEP = "Step "
 _ONCE = "run the model once before you plan and train"
+_DEPARTS = "In a dry run "
 
 
 def wants_dry_run(profile: TracedStep, chosen: Choice) -> bool:
@@ -50,14 +51,20 @@ def difference_in_dry_run(profile: Profile, chosen: Choice) -> str:
     peak_bytes, left_bytes = _before_optimizer(profile.simulator, chosen)
     expected = (peak_bytes - late_bytes, left_bytes - late_bytes)
     for _ in range(_DISTURBED if is_watched() else 1):
-        dry = dry_run(
-            profile.step,
-            lambda model: installing.install(model, policies),
-            optimizes=False,
-        )
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            dry = dry_run(
+                profile.step,
+                lambda model: installing.install(model, policies),
+                optimizes=False,
+            )
         observed = _before_optimizer(Simulator(dry), {})
         if observed == expected:
             return _more_in_others(profile, chosen, policies)
+    sentences = (str(warning.message).partition(". ")[0] for warning in said)
+    departed = next((one for one in sentences if one.startswith("AC unit")), "")
+    if departed:
+        return f"{_DEPARTS}{departed}; if it has not run yet, {_ONCE}."
     return (
         f"The dry run of the plan peaks at {observed[0]} bytes and leaves {observed[1]}"
         f" to the optimizer, its simulation at {expected[0]} and {expected[1]}."
@@ -143,7 +150,7 @@ def leave_out(profile: Profile, chosen: Choice, difference: str) -> None:
     if not fqns[0]:
         cannot = "The saved tensors of the model cannot come back one by one"
     why = "rerun, it takes other memory than its trace shows"
-    if difference.startswith(_STEP):
+    if difference.startswith((_STEP, _DEPARTS)):
         why = f"{difference[0].lower()}{difference[1:].rstrip('.')}"
     warnings.warn(
         f"{cannot}: {why}. It is left out, and the rest is planned.", stacklevel=4

@@ -93,3 +93,38 @@ def test_observers_that_have_seen_nothing_ask_for_one_call_of_the_model():
         autosac.floor(profile)
 
     assert not any("AttributeError" in str(one.message) for one in warned)
+
+
+class Quantizes(nn.Module):
+    """A block whose observers count nothing until they are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        rows = {"quant_min": 0, "quant_max": 255, "dtype": torch.quint8}
+        observer = quantization.MovingAverageMinMaxObserver
+        self.quantize = quantization.FakeQuantize(observer, **rows)
+        self.fused = quantization.FusedMovingAvgObsFakeQuantize(observer, **rows)
+        self.weights = quantization.FakeQuantize(
+            quantization.MovingAveragePerChannelMinMaxObserver,
+            *(-128, 127),
+            dtype=torch.qint8,
+            qscheme=torch.per_channel_symmetric,
+        )
+
+    def forward(self, x):
+        rows, weight = self.quantize(self.norm(x)), self.weights(self.up.weight)
+        up = nn.functional.linear(rows, weight, self.up.bias)
+        return x + self.down(self.fused(nn.functional.gelu(up)))
+
+
+def test_a_dry_run_that_departs_says_what_to_do_and_nothing_of_a_planned_peak():
+    model = nn.Sequential(*(Quantizes() for _ in range(3)))
+    profile = profiled(model)
+    with pytest.warns(UserWarning, match="in a dry run AC unit .* ran") as warned:
+        autosac.floor(profile)
+
+    said = " ".join(str(one.message) for one in warned)
+    assert "run the model once" in said
+    assert "no longer holds" not in said
