@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["as_called", "is_runner", "runners_under_autocast"]
+__all__ = ["as_called", "is_runner", "open_types", "runners_under_autocast"]
 
 _Types = tuple[tuple[str, torch.dtype], ...]
 _DEVICES = ("cpu", "cuda")
@@ -25,9 +25,12 @@ _NAMESPACES = frozenset(  # PyTorch's own
     }
 )
 # Of PyTorch's own list of ops those with other results under autocast and a mode that
-# only calls them, and with equal ones without autocast.
+# only calls them, and with equal ones without autocast; and the fast paths of attention
+# in evaluation, which that list lacks.
 _RUNNERS = frozenset(
     {
+        "aten::_native_multi_head_attention",
+        "aten::_transformer_encoder_layer_fwd",
         "aten::_trilinear",  # of `torch.nn.Bilinear`
         "aten::affine_grid_generator",
         "aten::linalg_pinv.atol_rtol_tensor",
@@ -59,7 +62,7 @@ def _is_runner(func: Any) -> bool:
 
 def as_called(func: Any) -> Callable[..., Any]:
     """An op that runs again later, under the autocast that is open now."""
-    types = _open_types() if is_runner(func) else ()
+    types = open_types() if is_runner(func) else ()
     if not types:
         return func  # type: ignore[no-any-return]
 
@@ -70,8 +73,10 @@ def as_called(func: Any) -> Callable[..., Any]:
     return run
 
 
-def _open_types() -> _Types:
+def open_types() -> _Types:
     """Devices that autocast is open for, each with its type."""
+    if not torch._C._is_any_autocast_enabled():
+        return ()
     return tuple(
         (device, torch.get_autocast_dtype(device))
         for device in _DEVICES
@@ -101,7 +106,7 @@ def runners_under_autocast(dispatch: Callable[..., Any]) -> Callable[..., Any]:
         if not (is_runner(func) if known is None else known[1]):
             return dispatch(self, func, types, args, kwargs)
         with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-            hidden = _open_types()
+            hidden = open_types()
         with _opened(hidden):
             return dispatch(self, func, types, args, kwargs)
 

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -24,8 +25,35 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
+_SEES = "has_torch_function"
+_sees_any = torch.overrides.has_torch_function
+
+
+def _is_overridden(tensors: Any) -> bool:
+    """Whether tensors are of classes that override functions, whatever mode is open."""
+    if not torch._C._len_torch_function_stack():  # a mode's own code runs
+        return _sees_any(tensors)
+    with torch.overrides._pop_mode_temporarily():
+        return _sees_any(tensors)
+
+
 class _NewGuards(TorchFunctionMode):
-    """Does nothing, but compiled code was not made for calls under it."""
+    """Does nothing, but compiled code was not made for calls under it.
+
+    PyTorch's modules for attention leave their fast paths where they see a mode, so
+    they see none.
+    """
+
+    def __enter__(self) -> Any:
+        self._unseen = patch.object(torch.overrides, _SEES, _is_overridden)
+        mode: Any = super()  # PyTorch's is not typed
+        mode.__enter__()
+        self._unseen.start()
+
+    def __exit__(self, *error: Any) -> None:
+        self._unseen.stop()
+        mode: Any = super()
+        mode.__exit__(*error)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from autosac import _compat, _compat_dispatch, _compat_fakes
+from autosac import _compat, _compat_autocast, _compat_dispatch, _compat_fakes
 from autosac.fake_tensors.op_facts import Facts
 from autosac.pytrees import tensors_in
 
@@ -192,6 +192,7 @@ class RepeatedCalls:
             tensors: The tensors in all of them are appended to this list.
         """
         parts = [id(func), torch.get_default_dtype(), torch.is_inference_mode_enabled()]
+        parts.append(_compat_autocast.open_types())  # inside of ops: see there
         kinds = self._collect(args, tensors, parts)
         if kwargs:
             parts += kwargs

@@ -191,11 +191,14 @@ def _is_plain(func: Any, kwargs: Any) -> bool:
 def refuse_sparse(func: Any, outputs: Iterable[torch.Tensor]) -> None:
     """Raise a `TraceError` for results whose memory is not known while tracing."""
     for tensor in outputs:
-        if tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            layout = f"tensor of layout {tensor.layout}"
+            kind = "nested tensor" if tensor.is_nested else layout
             raise TraceError(
-                f"{func} makes a tensor of layout {tensor.layout}, whose memory is not"
-                " known while tracing. Use dense tensors (embeddings: `sparse=False`;"
-                " nested tensors: padded)."
+                f"{func} makes a {kind}, whose memory is not known while"
+                " tracing. Use dense tensors (embeddings: `sparse=False`; nested"
+                " tensors: padded; `nn.TransformerEncoder` makes them in evaluation"
+                " unless it is built with `enable_nested_tensor=False`)."
             )
 
 
