@@ -104,13 +104,17 @@ def _choose_units(
 ) -> tuple[Choice | None, float]:
     """As `_choose`, where the model is not streamed."""
     chosen, bound_ms = profile.roomy_chooser.choose(budget_bytes, options, start)
-    if profile.redrawn and chosen != {}:
-        low = lowest(profile)
-        if chosen is None and profile.peak_bytes(low) <= budget_bytes:
-            return _roomiest(profile, low, budget_bytes, options)
-        if chosen is not None and recompute_ms(chosen) > bound_ms:
-            of_floor, _ = _roomiest(profile, low, profile.peak_bytes(low), options)
-            chosen = min(chosen, of_floor, key=recompute_ms)
+    if not profile.redrawn or chosen == {}:
+        return chosen, bound_ms
+    low = lowest(profile)
+    least_bytes = profile.peak_bytes(low)
+    if chosen is None:
+        fits = least_bytes <= budget_bytes
+        return _roomiest(profile, low, budget_bytes, options) if fits else (None, 0.0)
+    time_ms = recompute_ms(chosen)
+    if time_ms - bound_ms > options.relative_gap * time_ms:
+        of_floor, _ = _roomiest(profile, low, least_bytes, options)
+        chosen = min(chosen, of_floor, key=recompute_ms)
     return chosen, bound_ms
 
 
