@@ -37,6 +37,8 @@ _RUNNERS = frozenset(
         "aten::linalg_polar",
     }
 )
+# Autograd takes these apart before a mode sees them, but not in inference mode.
+_COMPOSITE = "CompositeImplicitAutograd"
 _known: dict[int, tuple[Any, bool]] = {}  # by address, as ops are slow to hash
 
 
@@ -52,11 +54,13 @@ def _is_runner(func: Any) -> bool:
     if not isinstance(func, torch._ops.OpOverload):
         return False
     name = func.name()
+    if not torch._C._dispatch_has_kernel(name):
+        return False
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     is_own = func.namespace in _NAMESPACES and name not in _RUNNERS
-    if is_own or not torch._C._dispatch_has_kernel(name):
+    if is_own and not has_kernel(name, _COMPOSITE):
         return False
     # One that has a kernel for autocast opens and closes it by itself.
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return not any(has_kernel(name, f"Autocast{kind.upper()}") for kind in _DEVICES)
 
 

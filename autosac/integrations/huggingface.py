@@ -177,14 +177,17 @@ class _Training:
 
     @property
     def num_other_batches(self) -> int:
-        """Batches that are held besides that of a micro-step."""
-        args = self.trainer.args
+        """Batches that are held besides that of a micro-step.
+
+        One that is moved to `cpu:0`, the device of one of several processes on a CPU,
+        is copied (`Trainer._prepare_input`).
+        """
+        args, on_cpu = self.trainer.args, self.device.type == "cpu"
         ahead = num_batches_ahead(
-            self.loader,
-            on_cpu=self.device.type == "cpu",
-            num_processes=args.world_size,
+            self.loader, on_cpu=on_cpu, num_processes=args.world_size
         )
-        return int(args.gradient_accumulation_steps) - 1 + ahead
+        is_copied = on_cpu and args.device.index is not None
+        return int(args.gradient_accumulation_steps) - 1 + ahead + int(is_copied)
 
     def replica(self, called: torch.nn.Module) -> Replica:
         """What DDP adds, if there are several processes.

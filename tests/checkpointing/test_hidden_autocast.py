@@ -106,6 +106,18 @@ class LooksByAttention(Looks):
         return self.part(rows, rows, rows)[0]
 
 
+class LooksBack(Looks):
+    """In inference mode, where a mode sees what autograd takes apart elsewhere."""
+
+    def __init__(self):
+        super().__init__(nn.LSTM(WIDTH, WIDTH, batch_first=True))
+
+    def look(self, rows):
+        with torch.inference_mode():
+            seen = self.part(rows)[0]
+        return seen.clone()
+
+
 FAST = {
     LooksByLayer: "aten._transformer_encoder_layer_fwd.default",
     LooksByAttention: "aten._native_multi_head_attention.default",
@@ -123,7 +135,7 @@ def loss(output):
 # What a kernel takes inside is measured without autocast, and what differs is said.
 @pytest.mark.slow_but_first
 @pytest.mark.filterwarnings("ignore:A real step takes")
-@pytest.mark.parametrize("kind", [Custom, Bilinear, Transforms, *FAST])
+@pytest.mark.parametrize("kind", [Custom, Bilinear, Transforms, LooksBack, *FAST])
 def test_a_plan_keeps_every_bit_of_an_op_that_autocast_changes_inside(kind):
     def make_model():
         return nn.Sequential(*(kind() for _ in range(3)))

@@ -52,7 +52,7 @@ def whole(tensor):
     return getattr(tensor, "full_tensor", lambda: tensor)().detach().clone()
 
 
-def measured_trainer(folder, *, make_model=None, callbacks=(), **options):
+def measured_trainer(folder, *, make_model=None, dataset=None, callbacks=(), **options):
     """A trainer of Transformers, and a list for the peaks of its steps but the first.
 
     A step is all micro-steps, clipping and the optimizer's.
@@ -85,7 +85,7 @@ def measured_trainer(folder, *, make_model=None, callbacks=(), **options):
     trainer = ScalingTrainer(
         (make_model or gpt2)(),
         transformers.TrainingArguments(str(folder), **{**known, **options}),
-        train_dataset=Texts((96,) * 48),
+        train_dataset=dataset or Texts((96,) * 48),
         callbacks=[*callbacks, Measure()],
     )
     return trainer, peaks

@@ -41,6 +41,22 @@ def lora(folder):
     return huggingface(folder, accumulate=1, make_model=with_adapter, bf16=True)
 
 
+def images(folder):
+    import transformers
+
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "image_size": 32}
+    config = transformers.ViTConfig(**layers, **sizes, patch_size=4)
+    rows = [{"pixel_values": torch.ones(3, 32, 32), "labels": 1}] * 96
+    return huggingface(
+        folder,
+        accumulate=1,
+        make_model=lambda: transformers.ViTForImageClassification(config),
+        dataset=rows,
+        per_device_train_batch_size=8,
+    )
+
+
 def _callbacks(kind, memory_budget):
     if memory_budget is None:
         return []

@@ -20,11 +20,14 @@ _SCALARS_BYTES = 1024  # of losses, norms and counts; numbers that autograd wrap
 _HELD_BYTES = {  # batches that the loop holds at most, of 4 x 96 numbers a tensor
     "huggingface": 3 * 3 * 4 * 96 * 8,
     "lora": 2 * 3 * 4 * 96 * 8,
+    # One that is fetched ahead, and one as it was before it was moved to `cpu:0`.
+    "images": 2 * 8 * 3 * 32 * 32 * 4,
     "lightning": 0,
     "accelerate": 2 * 4 * 96 * 8,
 }
 
 
+PACKAGES = {"lora": "peft", "huggingface": "transformers", "images": "transformers"}
 needs_compiler = pytest.mark.skipif(
     shim.library() is None, reason="counting takes a C compiler"
 )
@@ -32,9 +35,11 @@ needs_compiler = pytest.mark.skipif(
 
 @pytest.mark.slowest_but_first
 @needs_compiler
-@pytest.mark.parametrize("kind", ["accelerate", "huggingface", "lora", "lightning"])
+@pytest.mark.parametrize(
+    "kind", ["accelerate", "huggingface", "images", "lora", "lightning"]
+)
 def test_every_rank_keeps_the_budget_and_trains_the_same_weights(kind, tmp_path):
-    pytest.importorskip({"lora": "peft", "huggingface": "transformers"}.get(kind, kind))
+    pytest.importorskip(PACKAGES.get(kind, kind))
     ranks = forked(_RUNS, kind, tmp_path)
 
     plain = ranks[0]["plain"]["weights"]
