@@ -29,8 +29,9 @@ _FEW_MENDS = 4  # of a second search
 _OWN_BLOCKS = 3  # searches in blocks of the best choice, each of a better one,
 _OWN_WORK = MOST_WORK // 4  # and the work of all of them
 _OWN_MENDS = 6
-_LEAST_WORK = MOST_WORK // 16  # of the search in the smallest blocks,
-_LEAST_MENDS = 4  # where the gap is small
+_LEAST_WORK = MOST_WORK // 16  # of the search in the smallest blocks: small gaps,
+_LONG_WORK = MOST_WORK // 8  # and others, of a step of many points
+_LEAST_MENDS = 4
 _LITTLE_LEFT = 1 / 64  # in blocks, of what a plan must free: hardly any is cheaper
 _SMALL_GAP = 0.02
 _FEW_POINTS = 2500  # whose numbers take half a second to work out
@@ -135,6 +136,14 @@ class Chooser(StepModel):
         self._incumbents.add(search.choice)
         return search.choice, self._bound_ms(search, in_least_blocks)
 
+    def _is_near(self, search: Search) -> bool:
+        """Whether the gap to a bound that holds is small."""
+        is_near = search.is_within(_SMALL_GAP)
+        if is_near and self._is_refuted(search):
+            bound_ms = self._bound_ms(search, None)
+            return search.time_ms - bound_ms <= _SMALL_GAP * search.time_ms
+        return is_near
+
     def _bound_ms(self, search: Search, in_least_blocks: Search | None) -> float:
         """The bound of a search; in the smallest blocks if its choice refutes it."""
         if search is in_least_blocks or not self._is_refuted(search):
@@ -175,20 +184,24 @@ class Chooser(StepModel):
         """Search once more, in blocks so small that no choice that fits is missed.
 
         None if that takes long, or where requests leave little of their blocks in the
-        plain step: under another plan they may leave less. Where the gap is not small,
-        it has as much work as the first search, and goes on if they leave anything.
+        plain step: under another plan they may leave less. Where the gap to a bound
+        that holds is not small, it has as much work as the first search (less if there
+        are many points), and goes on if they leave anything.
         """
-        is_long = self._num_points > _FEW_POINTS or search.work > MOST_WORK
-        if self._usual is None or is_long:
+        if self._usual is None or search.work > MOST_WORK:
             return None
+        is_near, is_long = self._is_near(search), self._num_points > _FEW_POINTS
+        if is_long and (is_near or not self._is_refuted(search)):
+            return None  # else its bound is asked for in these blocks anyway
         least = self._least_blocks.baseline.live_bytes
         plain = self._simulator.in_blocks.baseline.live_bytes
         left_bytes = int((plain - least).max())
         to_free_bytes = self.true_peak_bytes({}) - search.budget_bytes
-        is_near = search.is_within(_SMALL_GAP)
         if left_bytes <= (_LITTLE_LEFT * to_free_bytes if is_near else 0):
             return None
-        most_work = _LEAST_WORK if is_near else MOST_WORK
+        most_work = _LONG_WORK if is_long else MOST_WORK
+        if is_near:
+            most_work = _LEAST_WORK
         other = self._second_search(
             self._in_least_blocks, search, most_work, _LEAST_MENDS
         )
