@@ -138,11 +138,10 @@ class Chooser(StepModel):
 
     def _is_near(self, search: Search) -> bool:
         """Whether the gap to a bound that holds is small."""
-        is_near = search.is_within(_SMALL_GAP)
-        if is_near and self._is_refuted(search):
-            bound_ms = self._bound_ms(search, None)
-            return search.time_ms - bound_ms <= _SMALL_GAP * search.time_ms
-        return is_near
+        if search.choice is None:
+            return False
+        gap_ms = search.time_ms - self._bound_ms(search, None)
+        return gap_ms <= _SMALL_GAP * search.time_ms
 
     def _bound_ms(self, search: Search, in_least_blocks: Search | None) -> float:
         """The bound of a search; in the smallest blocks if its choice refutes it."""
@@ -199,9 +198,8 @@ class Chooser(StepModel):
         to_free_bytes = self.true_peak_bytes({}) - search.budget_bytes
         if left_bytes <= (_LITTLE_LEFT * to_free_bytes if is_near else 0):
             return None
-        most_work = _LONG_WORK if is_long else MOST_WORK
-        if is_near:
-            most_work = _LEAST_WORK
+        more_work = _LONG_WORK if is_long else MOST_WORK
+        most_work = _LEAST_WORK if is_near else more_work
         other = self._second_search(
             self._in_least_blocks, search, most_work, _LEAST_MENDS
         )
